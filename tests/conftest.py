@@ -132,6 +132,11 @@ def wide(*rows: Any) -> list[Any]:
     return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.wide) for row in rows]
 
 
+def slow(*rows: Any) -> list[Any]:
+    """Return rows of a table of `parametrize` with the mark slow."""
+    return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.slow) for row in rows]
+
+
 def mostly_wide(first: int, rows: Iterable[Any]) -> list[Any]:
     """Return the rows of a table for `parametrize`, with the mark `wide` on all but the `first` ones."""
     cases = list(rows)
@@ -260,7 +265,9 @@ def start() -> Iterator[Callable[..., Any]]:
             process.kill()
 
 
-Torchrun = Callable[..., tuple[int, str, str]]
+Command = Callable[..., tuple[int, str, str]]  # returns exit code, stdout and stderr
+Succeed = Callable[..., str]  # returns stdout
+Torchrun = Command
 # Options with which torchrun forks the ranks, so that they need not import torch again.
 FORKS = ("--run-path", "--start-method=fork")
 
@@ -379,13 +386,13 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 
 
 @pytest.fixture
-def hookdiff(hookdiff_command: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, str, str]]:
+def hookdiff(hookdiff_command: Command) -> Command:
     """Return a function that runs the command line in this process and returns its exit code, stdout and stderr."""
     return hookdiff_command
 
 
 @pytest.fixture
-def succeed(hookdiff: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+def succeed(hookdiff: Command) -> Succeed:
     """Return a function that runs the command line as `hookdiff` does; it must succeed. It returns its stdout."""
     return lambda *words: output(hookdiff(*words))
 
@@ -458,6 +465,13 @@ def small_disk(mount: Callable[..., None]) -> Callable[[Path], Path]:
 def disk(tmp_path: Path, small_disk: Callable[[Path], Path]) -> Path:
     """Return a folder on which a disk of 4 MB is mounted."""
     return small_disk(tmp_path / "disk")
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each sync slow."""
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.05), sync(descriptor))[1])
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

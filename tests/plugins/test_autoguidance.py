@@ -22,7 +22,7 @@ from hookdiff.testing import assert_same, weights
 from hookdiff.testing.toy import toy_loop
 from hookdiff_autoguidance import Autoguidance, AwayFrom, landmark
 from hookdiff_ema import EMA
-from tests.conftest import Restores, check_facts, ran, refused, saved, toy_run, two_ranks
+from tests.conftest import Restores, Succeed, check_facts, ran, refused, saved, toy_run, two_ranks
 
 SAMPLING = Sampling(steps=4)
 
@@ -96,7 +96,7 @@ def by_hand(loop: Loop, own: dict[str, Tensor], guide: dict[str, Tensor], scale:
     ],
 )
 def test_images_move_away_from_those_of_the_average_at_a_share_of_the_run(
-    options: dict[str, float], config: dict[str, int], at: int, scale: float
+    options: Any, config: Any, at: int, scale: float
 ) -> None:
     loop, averages = trained(options, **config)
     expected = by_hand(loop, averages.after[10], averages.after[at], scale)
@@ -204,10 +204,8 @@ def test_a_longer_run_takes_a_new_guide_at_once() -> None:
     assert_same(state["weights"], averages.after[10])
 
 
-def test_pictures_say_that_they_are_guided(
-    succeed: Callable[..., str], write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_pictures_say_that_they_are_guided(succeed: Succeed, write_config: Callable[..., Path]) -> None:
     write_config(run={"steps": 10, "plugins": ["ema", "autoguidance", "checkpoint", "samples"]})
     succeed("run", "small.toml")
     succeed("sample", "runs/small", "--num", 2)

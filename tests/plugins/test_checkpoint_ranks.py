@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from hookdiff.disk.tree import flatten
 from hookdiff.testing.compare import assert_same
 from hookdiff_checkpoint import find_checkpoints, read_checkpoint
-from tests.conftest import Torchrun, check_facts, output, wide, write_small
+from tests.conftest import Torchrun, check_facts, output, slow, wide, write_small
 from tests.on_ranks import done, started
 from tests.plugins import test_checkpoint_faults
 from tests.saved_on_ranks import SHARDED, Net, run, spec_of
@@ -74,10 +74,7 @@ def newest(run_dir: Path) -> Path:
     [
         (1, (2,), "rows"),
         *wide((2, (1, 4), "adamw"), (1, (2,), "muon")),
-        pytest.param(1, (2,), "adamw", marks=pytest.mark.slow),
-        pytest.param(2, (1, 4), "rows", marks=pytest.mark.slow),
-        pytest.param(2, (1, 4), "muon", marks=pytest.mark.slow),
-        pytest.param(3, (2,), "adamw", marks=pytest.mark.slow),
+        *slow((1, (2,), "adamw"), (2, (1, 4), "rows"), (2, (1, 4), "muon"), (3, (2,), "adamw")),
     ],
 )
 def test_what_is_saved_on_some_ranks_is_loaded_on_any_number(
@@ -131,7 +128,7 @@ def test_ranks_that_share_nothing_write_the_files_of_one_process(on_ranks: Run, 
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("rank", [*slow(0), 1])
 def test_weights_that_one_rank_spoils_are_in_no_checkpoint(rank: int, on_ranks: Run, tmp_path: Path) -> None:
     spoil = {"spoil": {"at": 4, "rank": rank}}
     result = on_ranks(2, tmp_path / "run", 12, plugins={**spoil, **SHARDED})
@@ -163,19 +160,13 @@ def test_the_first_rank_removes_what_is_not_kept(on_ranks: Run, tmp_path: Path) 
 
 PLACES = [
     (1, "optimizers-"),
-    pytest.param(0, "step-00000004", marks=pytest.mark.slow),
-    pytest.param(0, "model-", marks=pytest.mark.slow),
-    pytest.param(1, ".ema", marks=pytest.mark.slow),
-    pytest.param(0, "ema.safetensors", marks=pytest.mark.slow),
-    pytest.param(0, "manifest", marks=pytest.mark.slow),
+    *slow((0, "step-00000004"), (0, "model-"), (1, ".ema"), (0, "ema.safetensors"), (0, "manifest")),
 ]
 
 
 @pytest.mark.parametrize(("rank", "name"), PLACES)
 @pytest.mark.wide
-def test_a_disk_that_is_full_for_one_rank_costs_all_of_them_this_save(
-    rank: int, name: str, on_ranks: Run, tmp_path: Path
-) -> None:
+def test_a_disk_full_for_one_rank_costs_all_this_save(rank: int, name: str, on_ranks: Run, tmp_path: Path) -> None:
     plugins = {"fault": {"at": 4, "rank": rank, "kind": "ENOSPC", "name": name}, **SHARDED}
     result = on_ranks(2, tmp_path / "run", 8, plugins=plugins)
     assert steps(tmp_path / "run") == [2, 6, 8]
@@ -186,8 +177,7 @@ def test_a_disk_that_is_full_for_one_rank_costs_all_of_them_this_save(
 
 
 @pytest.mark.parametrize(
-    ("rank", "kind", "disk_full"),
-    [(0, "EIO", "continue"), pytest.param(1, "EIO", "continue", marks=pytest.mark.slow), *wide((1, "ENOSPC", "stop"))],
+    ("rank", "kind", "disk_full"), [(0, "EIO", "continue"), *slow((1, "EIO", "continue")), *wide((1, "ENOSPC", "stop"))]
 )
 def test_a_disk_that_fails_for_one_rank_ends_the_run_on_all(
     rank: int, kind: str, disk_full: str, on_ranks: Run, tmp_path: Path
@@ -223,7 +213,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_named_with_the_rank(on_ranks:
         check_facts(one["error"][1], "on rank 1", "run/checkpoints/step-00000002")
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("rank", [*slow(0), 1])
 @pytest.mark.wide
 def test_a_save_is_completed_though_the_training_of_one_rank_fails(rank: int, tmp_path: Path) -> None:
     plugins = {"crash": {"at": 5, "rank": rank}, **SHARDED}
@@ -255,11 +245,9 @@ def test_a_rank_that_is_killed_in_a_save_leaves_whole_checkpoints_and_lets_no_ot
     assert steps(tmp_path / "run") == [2, 4, 6]
 
 
-@pytest.mark.parametrize("num", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [1, *slow(2)])
 @pytest.mark.parametrize("file", ["model-00002-of-00002.safetensors", "ema.safetensors", "manifest.json"])
-def test_no_rank_uses_a_checkpoint_with_a_damaged_file(
-    file: str, num: int, on_ranks: Run, folder: Path, tmp_path: Path
-) -> None:
+def test_no_rank_uses_a_damaged_checkpoint(file: str, num: int, on_ranks: Run, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "run", tmp_path / "run")
     damaged = newest(tmp_path / "run") / file
     data = bytearray(damaged.read_bytes())

@@ -7,20 +7,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hookdiff_ema import EMA
-from hookdiff_ema.profiles import (
-    MAX_STD,
-    NoWarmup,
-    Power,
-    Ratio,
-    fit,
-    gamma_of,
-    half_life_decay,
-    newest,
-    overlap,
-    power_decay,
-    step_weights,
-)
+from hookdiff_ema import EMA, NoWarmup, Power, Ratio
+from hookdiff_ema.profiles import MAX_STD, fit, gamma_of, half_life_decay, newest, overlap, power_decay, step_weights
 
 stds = st.floats(0.01, MAX_STD)
 

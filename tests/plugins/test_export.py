@@ -128,9 +128,7 @@ def sampled(model: nn.Module, num: int) -> Tensor:
 
 
 @pytest.mark.parametrize("weights", [None, "model", "ema", "ema/decay=0.1", "half"])
-def test_golden_output_of_a_file_with_exactly_the_weights_that_sample(
-    trained: Any, command: Any, tmp_path: Path, weights: str | None
-) -> None:
+def test_golden_output_with_the_exact_weights(trained: Any, command: Any, tmp_path: Path, weights: str | None) -> None:
     run, file = trained("ours", OURS), tmp_path / "there" / "out.safetensors"
     code, out, _ = command("export", run, file, *(["--weights", weights] if weights else []))
     name = weights or "ema"
@@ -206,9 +204,7 @@ def test_an_export_has_the_spectrally_normalised_weights(trained: Any, command: 
     assert torch.equal(sampled(model, 2), images(run, 2, "ema"))
 
 
-def test_an_export_is_replaced_only_when_asked_and_nothing_else_ever(
-    trained: Any, command: Any, tmp_path: Path
-) -> None:
+def test_an_export_is_replaced_only_if_asked_and_nothing_else_ever(trained: Any, command: Any, tmp_path: Path) -> None:
     run, file, folder = trained("ours", OURS), tmp_path / "out.safetensors", tmp_path / "thesis"
     file.write_text("precious")
     folder.mkdir()

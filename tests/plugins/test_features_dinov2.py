@@ -201,9 +201,7 @@ def changed(**values: Tensor | None) -> dict[str, Tensor]:
     ],
     ids=["none", "missing", "registers", "shape", "positions", "flat", "width", "empty"],
 )
-def test_weights_of_another_network_are_refused(
-    state: dict[str, Tensor], fact: object, opened: Callable[..., Space]
-) -> None:
+def test_weights_of_another_net_are_refused(state: dict[str, Tensor], fact: Any, opened: Callable[..., Space]) -> None:
     with refused(UserError, "dinov2", fact):
         opened(state)
 

@@ -68,9 +68,7 @@ def test_the_network_is_that_of_torchvision(network: inception.Inception3) -> No
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_network_of_fid_pools_in_another_way(
-    network: inception.Inception3, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_network_of_fid_pools_another_way(network: inception.Inception3, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def pool(x: Tensor, kernel_size: int, stride: int, padding: int) -> Tensor:
@@ -201,9 +199,7 @@ def test_other_weights_than_the_published_ones_are_refused(weights: Path, sha256
 
 
 @pytest.mark.wide
-def test_published_weights_are_fetched_once(
-    weights: Path, sha256: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_fetched_once(weights: Path, sha256: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     source = Path(shutil.copy(weights, tmp_path))
     cached = tmp_path / "hub" / "checkpoints" / weights.name
@@ -216,9 +212,7 @@ def test_published_weights_are_fetched_once(
     assert Inception().open(CPU).key == first.key
 
 
-def test_offline_the_message_says_what_to_fetch_and_where_to_put_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_the_message_says_what_to_fetch_and_where_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     url = (tmp_path / "nowhere" / "weights.pth").as_uri()
     monkeypatch.setattr(spaces, "FID_WEIGHTS", evolve(spaces.FID_WEIGHTS, url=url))
@@ -239,10 +233,8 @@ class Bomb:
         return Path.touch, (Path("exploded"),)
 
 
-def test_what_is_no_file_of_weights_is_refused_and_runs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_what_is_no_file_of_weights_is_refused_and_runs_nothing() -> None:
     torch.save({"fc.weight": Bomb()}, "bomb.pth")
     Path("pickle.pth").write_bytes(pickle.dumps(Bomb()))
     Path("text.safetensors").write_text("text")

@@ -17,10 +17,8 @@ from hookdiff.experiment.loaded_run import Run
 from hookdiff.features import Collected, Moments, frechet_distance
 from hookdiff.log.pixels import save_image, to_uint8
 from hookdiff_features import Digits
-from tests.conftest import SMALL, check_facts, check_refused, records, wide
+from tests.conftest import SMALL, Command, Succeed, check_facts, check_refused, output, records, wide, write_small
 
-Command = Callable[..., tuple[int, str, str]]
-Succeed = Callable[..., str]
 Row = Callable[..., dict[str, Any]]
 
 
@@ -103,17 +101,9 @@ def _noisy(mode: str, height: int = 8, width: int = 8) -> list[Image.Image]:
         ),
     ],
 )
+@pytest.mark.usefixtures("here")
 def test_pictures_are_compared_with_a_run_as_its_data(
-    mode: str,
-    sides: tuple[int, int],
-    data: dict[str, Any],
-    remarks: list[str],
-    here: Path,
-    write_config: Any,
-    hookdiff: Command,
-    succeed: Succeed,
-    compare: Row,
-    caplog: pytest.LogCaptureFixture,
+    mode: str, sides: Any, data: Any, remarks: Any, hookdiff: Command, compare: Row, caplog: pytest.LogCaptureFixture
 ) -> None:
     Path("pictures").mkdir()
     for number, picture in enumerate(_noisy(mode, *sides)):
@@ -121,7 +111,8 @@ def test_pictures_are_compared_with_a_run_as_its_data(
     parts = "lambda images: images.mean(1).unfold(1, 4, 4).unfold(2, 4, 4).mean((3, 4)).flatten(1)"
     Path("parts_here.py").write_text(f"def parts(images):\n    return ({parts})(images)")
     run = {"steps": 1, "batch_size": 4, "plugins": ["checkpoint"]}
-    succeed("run", write_config(run=run, data={"source": "folder", "path": "pictures", **data}), "--out", "run")
+    config = write_small(Path("small.toml"), run=run, data={"source": "folder", "path": "pictures", **data})
+    output(hookdiff("run", config, "--out", "run"))
     words = ("--features", "parts_here:parts", "--num", 12)
     expected = compare("run", *words)["fd/parts_here.parts"]
     for pair in (("run", "pictures"), ("pictures", "run")):
@@ -299,9 +290,7 @@ def test_the_order_of_the_images_does_not_matter(sets: Path, compare: Row) -> No
             assert values[metric] == pytest.approx(rows["mixed.npz"][metric], abs=0.1), name
 
 
-def test_pictures_of_several_sizes_are_read_for_a_space_that_resizes(
-    sets: Path, hookdiff: Command, compare: Row
-) -> None:
+def test_pictures_of_several_sizes_fit_a_space_that_resizes(sets: Path, hookdiff: Command, compare: Row) -> None:
     for side in (8, 20):
         save_image(torch.full((3, side, side + 1), 100, dtype=torch.uint8), sets / "mixed" / f"{side}.png")
     Path("mine.py").write_text("def mean(images):\n    return images.mean(dim=(2, 3)).expand(-1, 3)\n")
