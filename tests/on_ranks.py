@@ -13,11 +13,14 @@ from attrs import evolve
 from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Loop, LoopConfig, LossOutput, build_loop, hookimpl, load_config
+from hookdiff.data import digits
 from hookdiff.experiment.config import make_plugin
 from hookdiff.experiment.optimizers import weights_of
 from hookdiff.machine import gathered, whole
 from hookdiff.machine.joining import joined, leave
+from hookdiff.testing import ToySampler
 from hookdiff_muon import muon
+from tests.conftest import acting
 from tests.forked import Rank, forked
 
 
@@ -219,6 +222,19 @@ def train_config(spec: dict[str, Any]) -> dict[str, Any]:
         with build_loop(config, spec["out"], resume=True, plugins=own) as loop:
             loss = [step.loss for step in loop.steps()][-1]
     return {"step": loop.progress.step, "loss": loss}
+
+
+def measured(plugin: object) -> dict[str, float]:
+    """Train for a step, and return what a plugin that measures samples has logged of digits at its end."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    logged: dict[str, float] = {}
+    model = nn.Conv2d(1, 1, 1)
+    loss = lambda net, batch: net(batch.inputs).square().mean()  # noqa: E731
+    plugins = {"plugin": plugin, "logged": acting(on_log=lambda values: logged.update(values))}
+    sgd, limits = torch.optim.SGD(model.parameters(), 1e-9), LoopConfig(steps=1, batch_size=8)
+    Loop(model, sgd, loss, digits(), limits, plugins, sampler=ToySampler()).run()
+    return {name: value for name, value in logged.items() if "digits" in name}
 
 
 Work = Callable[[dict[str, Any]], dict[str, Any]]

@@ -222,11 +222,9 @@ def test_data_that_is_not_finite_and_weights_that_no_plugin_offers_are_errors() 
 
 
 def test_images_are_clipped_as_when_saved() -> None:
-    distances = []
-    for fill in (1.0, 50.0):
-        _, recorder = trained(FID(every=0, num_samples=4), sampler=Painter(fill), steps=1)
-        distances.append(recorder.distances[1])
-    assert distances[0] == distances[1]
+    samplers = Painter(1.0), Painter(50.0)
+    one, other = (trained(FID(every=0, num_samples=4), sampler=each, steps=1)[1].distances[1] for each in samplers)
+    assert one == other
 
 
 @pytest.mark.parametrize(
@@ -281,9 +279,7 @@ class Guides:
         return (yield)
 
 
-def test_a_plugin_that_slows_the_samples_down_is_reckoned_with(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_slowing_plugin_is_reckoned_with(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hookdiff"):
         for budget, expected, cost, took in (
             (0, 200, "at least 33 min", "1:06:40"),
@@ -298,9 +294,7 @@ def test_a_plugin_that_slows_the_samples_down_is_reckoned_with(
             caplog.clear()
 
 
-def test_a_time_budget_sets_the_number_of_samples(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_budget_sets_the_number_of_samples(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hookdiff"):
         for budget, most, expected in (("1500 s", 1000, 150), ("1 h", 200, 200), ("60 s", 1000, 100)):
             fid = FID(every=0, num_samples=most, time_budget=budget, metrics=())
@@ -378,25 +372,14 @@ def test_published_statistics_take_the_place_of_the_data(tmp_path: Path, cache: 
 
 RANKS = """
 import logging
-import torch
-from hookdiff import Loop, LoopConfig
-from hookdiff.data import digits
-from hookdiff.testing import ToySampler
 from hookdiff_fid import FID
-from tests.conftest import acting
+from tests.on_ranks import measured
 
-torch.set_num_threads(1)
-lines, logged = [], {}
+lines = []
 logging.getLogger("hookdiff").setLevel(logging.INFO)
 logging.getLogger("hookdiff").addFilter(lambda record: lines.append(record.getMessage()) or True)
-torch.manual_seed(0)
-model = torch.nn.Conv2d(1, 1, 1)
 fid = FID(every=0, num_samples=301, time_budget="1 h")
-loss = lambda net, batch: net(batch.inputs).square().mean()
-plugins = {"fid": fid, "logged": acting(on_log=lambda values: logged.update(values))}
-sgd = torch.optim.SGD(model.parameters(), 1e-9)
-Loop(model, sgd, loss, digits(), LoopConfig(steps=1, batch_size=8), plugins, sampler=ToySampler()).run()
-result = ({name: value for name, value in logged.items() if "digits" in name}, fid.num, fid.target.num, len(lines))
+result = measured(fid), fid.num, fid.target.num, len(lines)
 """
 
 
