@@ -103,20 +103,16 @@ def test_labels_are_read_from_their_own_file(tmp_path: Path) -> None:
         (RGB, {"value_range": (1.0, 1.0)}, ("value_range", "[1.0, 1.0]")),
         (RGB, {"images": "x"}, ("'x'",)),
         (RGB, {"labels": "y.npy"}, ("y.npy",)),
+        (RGB, {"labels": numpy.zeros(5, "int64")}, ("y.npy", 6)),
+        (RGB, {"labels": numpy.zeros(6)}, ("y.npy", 6)),
+        (RGB, {"labels": numpy.full(6, -2)}, ("y.npy", 0)),
     ],
 )
-def test_arrays_that_are_no_images_are_refused(tmp_path: Path, array: Any, options: Any, facts: Any) -> None:
+def test_arrays_that_are_no_images_or_labels_are_refused(tmp_path: Path, array: Any, options: Any, facts: Any) -> None:
+    if isinstance(labels := options.get("labels"), numpy.ndarray):
+        options = {"labels": saved(tmp_path / "y.npy", labels)}
     with refused(ValueError, *facts):
         Arrays(saved(tmp_path / "a.npy", array), **options)
-
-
-@pytest.mark.parametrize(
-    ("labels", "fact"), [(numpy.zeros(5, "int64"), 6), (numpy.zeros(6), 6), (numpy.full(6, -2), 0)]
-)
-def test_labels_of_a_wrong_number_or_kind_are_refused(tmp_path: Path, labels: Any, fact: int) -> None:
-    path = saved(tmp_path / "a.npy", RGB)
-    with refused(ValueError, "y.npy", fact):
-        Arrays(path, labels=saved(tmp_path / "y.npy", labels))
 
 
 def test_missing_and_other_files_are_refused(tmp_path: Path) -> None:

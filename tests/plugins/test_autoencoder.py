@@ -4,6 +4,7 @@ import json
 import shutil
 import tomllib
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hookdiff.encoding import PictureEncoder
 from hookdiff.experiment.build import build_feed
 from hookdiff.log.pixels import to_uint8
 from hookdiff_features import spaces
-from tests.conftest import check_facts, check_refused, output, pixels, refused, warnings, wide
+from tests.conftest import Command, Succeed, check_facts, check_refused, output, pixels, refused, warnings, wide
 from tests.forked import python
 from tests.plugins.test_export import called
 
@@ -106,34 +107,24 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 FEW_PICTURES = pytest.mark.parametrize("folder", [6], indirect=True)
 
 
-def test_latents_and_pictures_are_those_of_diffusers(folder: Path) -> None:
-    vae = diffusers.AutoencoderKL.from_pretrained(folder / "vae").eval()
-    feed = build_feed(load_config(folder / "latents.toml")).bind(6)
-    images = torch.cat([batch.inputs for batch in feed.pictures.unaugmented(torch.arange(40), 32)])
-    means = torch.cat([batch.inputs for batch in feed.unaugmented(torch.arange(40))])
-    with torch.no_grad():
-        own = torch.cat([vae.encode(part).latent_dist.mean for part in images.split(32)])
-        assert torch.equal(means, own.half().float())
-        assert feed.codec is not None
-        torch.testing.assert_close(feed.codec.decode(means[:4]), vae.decode(means[:4]).sample, atol=1e-5, rtol=0)
-        torch.testing.assert_close(feed.codec.encode(images[:4]), own[:4], atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(("save", "result"), [(save_tiny, "latents"), (save_dc, "latent")])
-def test_latents_of_classes_without_a_posterior_are_those_of_diffusers(
-    folder: Path, save: Callable[[Path], None], result: str
-) -> None:
+@pytest.mark.parametrize(
+    ("save", "result"), [(save_autoencoder, "latent_dist.mean"), (save_tiny, "latents"), (save_dc, "latent")]
+)
+def test_latents_and_pictures_are_those_of_diffusers(folder: Path, save: Any, result: str) -> None:
     save(folder / "vae")
     feed = build_feed(load_config(folder / "latents.toml")).bind(6)
     name = json.loads((folder / "vae" / "config.json").read_text())["_class_name"]
     vae = getattr(diffusers, name).from_pretrained(folder / "vae").eval()
     images = torch.cat([batch.inputs for batch in feed.pictures.unaugmented(torch.arange(40), 32)])
+    means = torch.cat([batch.inputs for batch in feed.unaugmented(torch.arange(40))])
     with torch.no_grad():
-        own = torch.cat([getattr(vae.encode(part), result) for part in images.split(32)])
-        for batch in feed.batches(0):
+        own = torch.cat([attrgetter(result)(vae.encode(part)) for part in images.split(32)])
+        assert torch.equal(means, own.half().float())
+        for batch in feed.batches(0) if save is not save_autoencoder else ():  # which draws from its posterior
             assert torch.equal(batch.inputs, own[batch.indices].half().float())
         assert feed.codec is not None
-        torch.testing.assert_close(feed.codec.decode(own[:4]), vae.decode(own[:4]).sample, atol=1e-5, rtol=0)
+        torch.testing.assert_close(feed.codec.decode(means[:4]), vae.decode(means[:4]).sample, atol=1e-5, rtol=0)
+        torch.testing.assert_close(feed.codec.encode(images[:4]), own[:4], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("posterior", ["sample", "mean"])
@@ -146,9 +137,7 @@ def test_the_posterior_or_its_mean_is_trained_on(folder: Path, posterior: str) -
     assert float(drawn.std()) == pytest.approx(float(posterior == "sample"), abs=0.05)
 
 
-def test_a_run_measures_pictures_and_samples_without_its_data(
-    succeed: Callable[..., str], hookdiff: Callable[..., Any], folder: Path
-) -> None:
+def test_a_run_measures_pictures_and_samples_without_data(succeed: Succeed, hookdiff: Command, folder: Path) -> None:
     succeed("run", folder / "latents.toml", "--out", folder / "run")
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     (measured,) = [line for line in lines if any(key.startswith("fd/") for key in line)]
@@ -192,7 +181,7 @@ def test_the_only_weights_of_a_folder_are_read_and_else_those_of_the_usual_name(
 
 
 @FEW_PICTURES
-def test_a_moved_autoencoder_has_its_remedy_once(hookdiff: Callable[..., Any], folder: Path) -> None:
+def test_a_moved_autoencoder_has_its_remedy_once(hookdiff: Command, folder: Path) -> None:
     (folder / "vae").rename(folder / "moved")
     for words in (("check", folder / "latents.toml"), ("run", folder / "latents.toml", "--out", folder / "run")):
         code, _, err = hookdiff(*words)
@@ -212,9 +201,7 @@ next(feed.batches(0))
     assert output(python(f"{code}print('diffusers' in sys.modules)", folder=folder)) == "False\n"
 
 
-def test_the_cost_of_the_autoencoder_alone_is_that_of_plain_torch(
-    succeed: Callable[..., str], hookdiff: Callable[..., Any], folder: Path
-) -> None:
+def test_the_cost_of_an_autoencoder_is_that_of_plain_torch(succeed: Succeed, hookdiff: Command, folder: Path) -> None:
     vae = diffusers.AutoencoderKL.from_pretrained(folder / "vae").eval()
     drawn = numpy.stack([pixels(index, 32) for index in range(0, 40, 2)])  # 20 of 40, evenly spread
     x = torch.from_numpy(drawn).permute(0, 3, 1, 2) / 127.5 - 1
@@ -238,9 +225,7 @@ def test_the_cost_of_the_autoencoder_alone_is_that_of_plain_torch(
     assert not [*folder.glob("cache/encoded/*")]  # which would take all samples
 
 
-def test_the_cost_of_the_autoencoder_is_measured_beside_encoders_of_texts(
-    succeed: Callable[..., str], folder: Path
-) -> None:
+def test_the_cost_of_the_autoencoder_is_measured_beside_encoders_of_texts(succeed: Succeed, folder: Path) -> None:
     words = *FEATURES, "--json", "--reconstruction", "8"
     alone = json.loads(succeed("data", folder / "latents.toml", *words))
     for picture in (folder / "pictures").glob("*.png"):
@@ -252,9 +237,7 @@ def test_the_cost_of_the_autoencoder_is_measured_beside_encoders_of_texts(
 
 
 @pytest.mark.wide
-def test_levels_with_attention_are_given_in_the_sides_of_the_latents(
-    succeed: Callable[..., str], hookdiff: Callable[..., Any], folder: Path
-) -> None:
+def test_levels_with_attention_are_given_in_sides_of_latents(succeed: Succeed, hookdiff: Command, folder: Path) -> None:
     sides = "data.image_size=32", "model.attention_resolutions=[8]"  # latents of 8 x 8 and a level of 4 x 4
     own = [word for setting in sides for word in ("--set", setting)]
     succeed("check", folder / "latents.toml", *own)
@@ -265,7 +248,7 @@ def test_levels_with_attention_are_given_in_the_sides_of_the_latents(
 
 @pytest.mark.parametrize("words", [*wide((("run",),)), ("data", "--reconstruction", "8")], ids=" ".join)
 def test_an_autoencoder_of_noise_is_reported_and_one_with_a_constant_channel_refused(
-    hookdiff: Callable[..., Any], folder: Path, caplog: pytest.LogCaptureFixture, words: tuple[str, ...]
+    hookdiff: Command, folder: Path, caplog: pytest.LogCaptureFixture, words: tuple[str, ...]
 ) -> None:
     vae = diffusers.AutoencoderKL.from_pretrained(folder / "vae")
     for values in vae.quant_conv.parameters():
@@ -288,7 +271,7 @@ def test_an_autoencoder_of_noise_is_reported_and_one_with_a_constant_channel_ref
 
 
 def test_without_its_features_the_cost_of_an_autoencoder_is_a_psnr(
-    hookdiff: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+    hookdiff: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(folder))
     url = (folder / "nowhere" / "weights.pth").as_uri()
@@ -301,9 +284,7 @@ def test_without_its_features_the_cost_of_an_autoencoder_is_a_psnr(
     check_refused(hookdiff(*words, "--features", "inception"), url)
 
 
-def test_an_autoencoder_whose_cost_cannot_be_measured_is_refused(
-    hookdiff: Callable[..., Any], write_config: Any, folder: Path
-) -> None:
+def test_a_cost_that_cannot_be_measured_is_refused(hookdiff: Command, write_config: Any, folder: Path) -> None:
     few = "--reconstruction", "4"
     check_refused(hookdiff("data", write_config(), *few), "--reconstruction", "[data.encode.image]")
     latents = "data", folder / "latents.toml"
@@ -340,9 +321,7 @@ SPOILED: dict[str, Callable[[Path], object]] = {
         ("grey", ["data.channels=1"], ("3 channels", "data.channels = 3")),
     ],
 )
-def test_what_cannot_encode_the_pictures_is_refused_before_anything_is_encoded(
-    folder: Path, how: str, settings: list[str], facts: tuple[object, ...]
-) -> None:
+def test_what_cannot_encode_the_pictures_is_refused_at_once(folder: Path, how: str, settings: Any, facts: Any) -> None:
     if how in SPOILED:
         SPOILED[how](folder)
     with refused(UserError, *facts):
@@ -446,9 +425,7 @@ def test_a_scale_that_is_none_is_refused(folder: Path, key: str, value: Any, num
 
 
 @FEW_PICTURES
-def test_a_resumed_run_keeps_its_scale_and_says_so(
-    succeed: Callable[..., str], folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resume_keeps_its_scale_and_says_so(succeed: Succeed, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = ("--set", OWN_SCALE, "--set", "diffusion.data_mean=0", "--set", "diffusion.data_std=1")
     succeed("run", folder / "latents.toml", "--out", folder / "run", "--plugins", "no:fid", *before)
     caplog.clear()
@@ -459,7 +436,7 @@ def test_a_resumed_run_keeps_its_scale_and_says_so(
 
 
 @pytest.fixture
-def export(folder: Path, hookdiff: Callable[..., Any], succeed: Callable[..., str]) -> Callable[..., Any]:
+def export(folder: Path, hookdiff: Command, succeed: Succeed) -> Command:
     """Return a function that trains a network on latents and exports it, without the data, to the folder `out`."""
 
     def made(network: str, *settings: str) -> Any:
@@ -497,7 +474,7 @@ def export(folder: Path, hookdiff: Callable[..., Any], succeed: Callable[..., st
     ],
 )
 def test_an_export_to_diffusers_makes_the_pictures_of_the_run(
-    export: Callable[..., Any], folder: Path, network: str, settings: Any, autoencoder: Any, pipeline: str | None
+    export: Command, folder: Path, network: str, settings: Any, autoencoder: Any, pipeline: str | None
 ) -> None:
     if autoencoder is None:
         save_tiny(folder / "vae")
@@ -516,7 +493,7 @@ def test_an_export_to_diffusers_makes_the_pictures_of_the_run(
 
 
 @FEW_PICTURES
-def test_the_autoencoder_of_an_export_has_the_scale_in_its_weights(export: Callable[..., Any], folder: Path) -> None:
+def test_the_autoencoder_of_an_export_has_the_scale_in_its_weights(export: Command, folder: Path) -> None:
     out = output(export("unet", "sampling.sampler=euler"))
     check_facts(out, "vae.decode(x)")
     vae = diffusers.AutoencoderKL.from_pretrained(folder / "out" / "vae", local_files_only=True)
@@ -535,7 +512,7 @@ def test_the_autoencoder_of_an_export_has_the_scale_in_its_weights(export: Calla
 
 @FEW_PICTURES
 @pytest.mark.parametrize(
-    ("encoder", "facts"),
+    ("kind", "facts"),
     [
         ("tiny", ("AutoencoderTiny", "quant_conv", 'scale = "model"')),
         *wide(
@@ -544,13 +521,11 @@ def test_the_autoencoder_of_an_export_has_the_scale_in_its_weights(export: Calla
         ),
     ],
 )
-def test_an_encoder_that_cannot_hold_the_scale_is_not_exported(
-    export: Callable[..., Any], folder: Path, encoder: str, facts: tuple[object, ...]
-) -> None:
+def test_an_encoder_that_cannot_hold_a_scale_is_refused(export: Command, folder: Path, kind: str, facts: Any) -> None:
     settings = ["sampling.sampler=euler"]
-    if encoder == "tiny":
+    if kind == "tiny":
         save_tiny(folder / "vae")
-    elif encoder == "no convolutions":
+    elif kind == "no convolutions":
         save_autoencoder(folder / "vae", **NO_CONVOLUTIONS)
     else:
         settings.append(f"data.encode.image.use={__name__}:OfMine")

@@ -17,17 +17,7 @@ from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_debug import checks
 from hookdiff_debug.checks import cause
 from hookdiff_debug.doctor import as_text, examine
-from hookdiff_debug.measure import (
-    LEVELS,
-    Drawn,
-    Inputs,
-    Layer,
-    Level,
-    Outputs,
-    measure_inputs,
-    measure_levels,
-    measure_times,
-)
+from hookdiff_debug.measure import LEVELS, Drawn, Layer, Level, Outputs, measure_inputs, measure_levels, measure_times
 from hookdiff_debug.trial import Trial, run_trial
 from hookdiff_lr import LR
 from hookdiff_memory.estimate import estimate_memory
@@ -349,12 +339,9 @@ def test_a_run_directory_is_read_and_never_changed(doctor, succeed, folder):
     assert (code, json.loads(out)["losses"]) == (0, found["losses"])
 
 
-@pytest.mark.parametrize(
-    ("words", "facts"),
-    [(["small.toml", "--out", "small.toml/x.png"], ("small.toml/x.png",)), (["small.toml", "--out", "/"], ("/",))],
-)
-def test_wrong_input_is_refused_in_one_message(words, facts, doctor):
-    check_refused(doctor(*words), *facts)
+@pytest.mark.parametrize("out", ["small.toml/x.png", "/"])
+def test_a_picture_that_cannot_be_written_is_refused_in_one_message(out, doctor):
+    check_refused(doctor("small.toml", "--out", out), out)
 
 
 def test_a_run_without_a_checkpoint_is_refused(doctor, folder):
@@ -629,7 +616,7 @@ def test_a_trial_makes_the_steps_of_the_run_over_several_epochs():
     assert torch.equal(watched.model[0].weight, alone.model[0].weight)
     assert len(found.losses) == len(found.rates) == 12
     assert found.layers.keys() == {"0", "3"}
-    assert isinstance(found.inputs, Inputs)
+    assert found.inputs.num == 8
     assert found.seconds > 0
     assert 0 < found.changes[0] < 1
 
