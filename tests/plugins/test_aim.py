@@ -27,7 +27,8 @@ from tests.conftest import PATIENCE, Restores, RollsBack, acting, check_facts, r
 from tests.forked import python
 
 HAS_AIM = sys.version_info < (3, 13) and importlib.util.find_spec("aim") is not None
-needs_aim = pytest.mark.skipif(not HAS_AIM, reason="aim is not installed; it has packages for Python up to 3.12")
+WITHOUT_AIM = "aim is not installed; it has packages for Python up to 3.12"
+needs_aim = pytest.mark.skipif(not HAS_AIM, reason=WITHOUT_AIM)
 
 
 class Extras:
@@ -119,11 +120,12 @@ def locks(folder: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository that the tests share, because Aim takes two seconds to make one."""
+    """A repository that the tests share, because Aim takes two seconds to make one; without Aim, they are skipped."""
+    if not HAS_AIM:
+        pytest.skip(WITHOUT_AIM)
     return tmp_path_factory.mktemp("runs")
 
 
-@needs_aim
 def test_a_run_can_be_read_back(runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = Aim(experiment="tests")
     make_loop({"aim": sink, "extras": Extras()}, runs_dir / "first").run()
@@ -151,7 +153,6 @@ def test_a_run_can_be_read_back(runs_dir: Path, caplog: pytest.LogCaptureFixture
     assert not locks(runs_dir)
 
 
-@needs_aim
 def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
     sink = Aim()
     loop = ran(make_loop({"aim": sink, "extras": Extras()}, runs_dir / "resumed", steps=2))
@@ -171,7 +172,6 @@ def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
     assert list(of(fresh, runs_dir)["metrics"]["loss"]) == [1, 2, 3]
 
 
-@needs_aim
 def test_steps_that_a_resumed_run_does_not_log_again_are_gone(runs_dir: Path) -> None:
     odd = acting(after_optimizer_step=lambda loop: loop.log({"odd": 1.0}) if loop.progress.step % 2 else None)
     state, builtin = Restores(at=2), builtin_plugins(signals=False)
@@ -185,7 +185,6 @@ def test_steps_that_a_resumed_run_does_not_log_again_are_gone(runs_dir: Path) ->
     assert list(run["events"]["resume"]) == [2]
 
 
-@needs_aim
 def test_the_aim_run_of_a_run_stays_when_a_copy_of_its_directory_is_resumed(runs_dir: Path) -> None:
     state = Restores(at=2)
     make_loop({"aim": Aim(), "state": state}, runs_dir / "source", steps=4).run()
@@ -194,7 +193,6 @@ def test_the_aim_run_of_a_run_stays_when_a_copy_of_its_directory_is_resumed(runs
     assert [list(only(runs_dir, name)["metrics"]["loss"]) for name in ("source", "copy")] == [[1, 2, 3, 4], [1, 2, 3]]
 
 
-@needs_aim
 def test_after_a_rollback_no_step_stands_twice(runs_dir: Path) -> None:
     plugins = {**builtin_plugins(signals=False), "aim": Aim(), "back": RollsBack(at=1, position=3)}
     make_loop(plugins, runs_dir / "back", steps=4).run()
@@ -204,7 +202,6 @@ def test_after_a_rollback_no_step_stands_twice(runs_dir: Path) -> None:
     assert "nan" not in run["events"]  # of step 3, which was made again
 
 
-@needs_aim
 def test_a_fill_that_was_broken_off_is_made_again(runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Fails(Aim):
         def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
@@ -222,7 +219,6 @@ def test_a_fill_that_was_broken_off_is_made_again(runs_dir: Path, caplog: pytest
     assert list(only(runs_dir, "broken")["metrics"]["loss"]) == [1, 2, 3, 4, 5]
 
 
-@needs_aim
 def test_a_branch_has_an_aim_run_of_its_own(runs_dir: Path) -> None:
     sink, branch = Aim(), Aim()
     trunk = ran(make_loop({"aim": sink}, runs_dir / "trunk", steps=2))
@@ -233,7 +229,6 @@ def test_a_branch_has_an_aim_run_of_its_own(runs_dir: Path) -> None:
     assert (second["name"], list(second["metrics"]["loss"])) == ("branch", [1, 2, 3])
 
 
-@needs_aim
 def test_a_lost_aim_run_is_replaced_by_a_new_one(runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = Aim()
     restore_state(sink, {"run": "0123456789abcdef01234567"})
@@ -243,7 +238,6 @@ def test_a_lost_aim_run_is_replaced_by_a_new_one(runs_dir: Path, caplog: pytest.
     assert list(of(sink, runs_dir)["metrics"]["loss"]) == [1]
 
 
-@needs_aim
 def test_a_run_that_was_just_created_is_found(runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = Aim()
     make_loop({"aim": sink}, runs_dir / "just-now", steps=1).run()
@@ -259,7 +253,6 @@ def test_a_run_that_was_just_created_is_found(runs_dir: Path, caplog: pytest.Log
     assert "Aim" not in caplog.text
 
 
-@needs_aim
 def test_the_lock_of_a_killed_process_is_ignored(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = Aim()
     ran(make_loop({"aim": sink}, runs_dir / "killed", steps=1))
@@ -275,7 +268,6 @@ def test_the_lock_of_a_killed_process_is_ignored(runs_dir: Path, monkeypatch: py
     assert not locks(runs_dir)
 
 
-@needs_aim
 def test_fields_and_loops_without_a_run_directory(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named, bare = Aim(repo=str(runs_dir), name="by hand"), Aim()
     make_loop({"aim": named}, None, steps=1).run()
@@ -351,14 +343,12 @@ def test_the_load_of_the_machine_and_the_terminal_are_recorded_if_asked(tmp_path
     folder = tmp_path / "runs"
     plain, asked = Aim(), Aim(system_tracking_interval=0.1, capture_terminal_logs=True)
 
-    class Prints:
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            print("seen on the terminal")
-            time.sleep(0.3)
+    def prints() -> None:
+        print("seen on the terminal")
+        time.sleep(0.3)
 
     for name, sink in (("plain", plain), ("asked", asked)):
-        make_loop({"aim": sink, "prints": Prints()}, folder / name, steps=6).run()
+        make_loop({"aim": sink, "prints": acting(after_optimizer_step=prints)}, folder / name, steps=6).run()
     assert set(of(plain, folder)["metrics"]) == {"loss", "grad_norm"}
     assert any(name.startswith("__system__") for name in of(asked, folder)["metrics"])
     printed = {}

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import time
 
 import pytest
 import torch
@@ -95,16 +94,14 @@ def test_it_needs_a_run_directory():
         toy_loop({"checkpoint": Checkpoint()}).run()
 
 
-class Score:
-    """Logs a value at the steps that it is given for."""
+def score(values, name="score"):
+    """Return a plugin that logs a value at the steps that it is given for."""
 
-    def __init__(self, values, name="score"):
-        self.values, self.name = values, name
+    def log(loop):
+        if loop.progress.step in values:
+            loop.log({name: values[loop.progress.step]})
 
-    @hookimpl
-    def after_optimizer_step(self, loop):
-        if loop.progress.step in self.values:
-            loop.log({self.name: self.values[loop.progress.step]})
+    return acting(after_optimizer_step=log)
 
 
 @pytest.mark.parametrize(
@@ -129,25 +126,25 @@ def test_keep_last_keep_every_and_keep_best(options, kept, tmp_path):
         "counted": {2: 1.0, 4: 3.0, 6: 5.0, 8: 4.0},
         "counted/num": {2: 100, 4: 200, 6: 200, 8: 200},
     }
-    extra = {name: Score(values, name) for name, values in logged.items()}
+    extra = {name: score(values, name) for name, values in logged.items()}
     plain(tmp_path, extra=extra, **{"keep_last": 2, **options})
     assert folders(tmp_path) == names(*kept)
 
 
 def test_the_best_checkpoint_is_that_of_the_whole_run_across_a_resume(tmp_path):
     options = {"keep_last": 1, "keep_every": 3, "keep_best": "score"}
-    plain(tmp_path, 8, extra={"score": Score({4: 1.0, 8: 2.0})}, **options)
+    plain(tmp_path, 8, extra={"score": score({4: 1.0, 8: 2.0})}, **options)
     assert folders(tmp_path) == names(4, 6, 8)
-    plain(tmp_path, 16, resume=True, extra={"score": Score({10: 3.0, 14: 0.5})}, **options)
+    plain(tmp_path, 16, resume=True, extra={"score": score({10: 3.0, 14: 0.5})}, **options)
     assert folders(tmp_path) == names(6, 12, 14, 16)  # the third and the sixth save, the best, the last
 
 
 @pytest.mark.parametrize(
     ("extra", "facts"),
     [
-        ({"score": Score({5: 1.0})}, ("score", 5, "plugins.checkpoint.every")),
-        ({"score": Score({5: 1.0, 18: 2.0})}, ("score", 5)),  # which in 20 steps has a value that is saved
-        ({"score": Score({4: 1.0}, "scores")}, ("score", "scores")),
+        ({"score": score({5: 1.0})}, ("score", 5, "plugins.checkpoint.every")),
+        ({"score": score({5: 1.0, 18: 2.0})}, ("score", 5)),  # which in 20 steps has a value that is saved
+        ({"score": score({4: 1.0}, "scores")}, ("score", "scores")),
         ({}, ("score", "grad_norm", "loss")),
     ],
 )
@@ -159,8 +156,8 @@ def test_a_keep_best_without_a_saved_value_is_warned_of_once(extra, facts, steps
 
 
 def test_a_keep_best_that_is_logged_at_saved_steps_causes_no_warning(tmp_path, caplog):
-    plain(tmp_path, extra={"score": Score({4: math.nan})}, keep_last=2, keep_best="score")
-    plain(tmp_path, 30, resume=True, extra={"score": Score({18: 1.0})}, keep_last=2, keep_best="score")
+    plain(tmp_path, extra={"score": score({4: math.nan})}, keep_last=2, keep_best="score")
+    plain(tmp_path, 30, resume=True, extra={"score": score({18: 1.0})}, keep_last=2, keep_best="score")
     assert not warnings(caplog)
 
 
@@ -341,41 +338,25 @@ def test_a_run_may_branch_off_one_checkpoint(whole_run, tmp_path):
     assert folders(tmp_path / "branch") == names(6, 8, 10, 12)
 
 
-@pytest.fixture
-def slow_disk(monkeypatch):
-    """Make each sync slow."""
-    sync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.05), sync(descriptor))[1])
-
-
-class Look:
-    """Notes the step and position before each step, and the name of each checkpoint that is announced."""
-
-    def __init__(self):
-        self.seen = []
-
-    @hookimpl
-    def before_step(self, loop):
-        self.seen.append((loop.progress.step, loop.progress.position))
-
-    @hookimpl
-    def on_checkpoint(self, path):
-        self.seen.append(path.name)
+def look(seen):
+    """Return a plugin that notes the step and position before each step, and the name of each announced checkpoint."""
+    note = lambda loop: seen.append((loop.progress.step, loop.progress.position))  # noqa: E731
+    return acting(before_step=note, on_checkpoint=lambda path: seen.append(path.name))
 
 
 @pytest.mark.usefixtures("slow_disk")
 def test_a_rollback_waits_for_the_current_save(tmp_path):
-    loop = plain(tmp_path, 6, extra={"bad": RollBackAt(4), "look": (look := Look())}, every=4)
+    loop = plain(tmp_path, 6, extra={"bad": RollBackAt(4), "look": look(seen := [])}, every=4)
     # The save of step 4 begins just before the batch that is bad.
-    assert look.seen[4:8] == [(4, 4), names(4)[0], (4, 5), (5, 6)]
+    assert seen[4:8] == [(4, 4), names(4)[0], (4, 5), (5, 6)]
     assert loop.progress.position == 7
     assert folders(tmp_path) == names(4, 6)
 
 
 def test_training_goes_on_while_a_save_is_written(tmp_path, slow_disk, monkeypatch):
-    plain(tmp_path, 3, extra={"look": (look := Look())}, every=1)
+    plain(tmp_path, 3, extra={"look": look(seen := [])}, every=1)
     # The save of each step is over only when the next one is due, and the snapshot was not touched meanwhile.
-    assert look.seen == [(0, 0), (1, 1), names(1)[0], (2, 2), names(2)[0], names(3)[0]]
+    assert seen == [(0, 0), (1, 1), names(1)[0], (2, 2), names(2)[0], names(3)[0]]
     monkeypatch.undo()
     for step in range(1, 4):
         alone = plain(tmp_path / f"to-{step}", step, every=0)

@@ -15,18 +15,6 @@ from hookdiff_checkpoint import Checkpoint, find_checkpoints
 from tests.conftest import Logged, RollBackAt, StopAt, acting, check_facts, fill, free, warnings
 
 
-class Announced:
-    """Keeps the step, position and epoch of each checkpoint, read from its folder when the hook fires."""
-
-    def __init__(self):
-        self.places = []
-
-    @hookimpl
-    def on_checkpoint(self, path):
-        position, epoch = find_checkpoints(path)[0][0].place
-        self.places.append((step_of(path.name), position, epoch))
-
-
 class Do:
     """Calls each function once, before the batch at its position; with `waits`, after the save under way."""
 
@@ -42,16 +30,18 @@ class Do:
 
 
 def train(run, steps, extra=None, resume=False, **options):
-    """Train on 4 batches an epoch, with a save every 2 steps; return what was announced and the loop."""
+    """Train on 4 batches an epoch, with a save every 2 steps; return the places that were announced, and the loop."""
     run.mkdir(exist_ok=True)
-    announced, checkpoint = Announced(), Checkpoint(**{"every": 2, "keep_last": 9, **options})
-    plugins = {"announced": announced, **(extra or {}), "checkpoint": checkpoint}
+    places, checkpoint = [], Checkpoint(**{"every": 2, "keep_last": 9, **options})
+    # Position and epoch are read from the folder of the checkpoint when the hook fires.
+    note = lambda path: places.append((step_of(path.name), *find_checkpoints(path)[0][0].place))  # noqa: E731
+    plugins = {"announced": acting(on_checkpoint=note), **(extra or {}), "checkpoint": checkpoint}
     loop = toy_loop(plugins, run_dir=run, resume=resume, steps=steps, batch_size=10)
     try:
         loop.run()
     except (StorageError, RuntimeError, KeyboardInterrupt) as error:
-        return announced.places, error
-    return announced.places, loop
+        return places, error
+    return places, loop
 
 
 def on_disk(run):
@@ -133,26 +123,21 @@ def test_a_resumed_run_announces_only_its_own(tmp_path):
     assert train(tmp_path, 7, resume=True)[0] == [(6, 6, 1), (7, 7, 1)]
 
 
-def test_a_branch_announces_only_its_own(tmp_path):
+def test_a_branch_announces_only_its_own_and_has_a_checkpoint_if_it_ends_in_its_first_step(tmp_path):
     train(tmp_path / "trunk", 4)
-    places, _ = train(tmp_path / "branch", 7, resume=tmp_path / "trunk")
-    assert places == on_disk(tmp_path / "branch") == [(6, 6, 1), (7, 7, 1)]
-
-
-def test_a_branch_that_ends_in_its_first_step_has_a_checkpoint(tmp_path):
-    train(tmp_path / "trunk", 4)
-    places, _ = train(tmp_path / "branch", 7, resume=tmp_path / "trunk", extra={"bad": RollBackAt(4, verdict="stop")})
-    assert places == on_disk(tmp_path / "branch") == [(4, 4, 1)]
-    assert train(tmp_path / "branch", 6, resume=True)[0] == [(6, 6, 1)]
+    ends = {"bad": RollBackAt(4, verdict="stop")}
+    for branch, extra, saves in (("whole", {}, [(6, 6, 1), (7, 7, 1)]), ("ended", ends, [(4, 4, 1)])):
+        places, _ = train(tmp_path / branch, 7, resume=tmp_path / "trunk", extra=extra)
+        assert places == on_disk(tmp_path / branch) == saves, branch
+    assert train(tmp_path / "ended", 6, resume=True)[0] == [(6, 6, 1)]
 
 
 def fails():
     raise RuntimeError("mine")
 
 
-def test_a_save_under_way_when_the_run_fails(tmp_path, monkeypatch):
-    sync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.05), sync(descriptor))[1])
+@pytest.mark.usefixtures("slow_disk")
+def test_a_save_under_way_when_the_run_fails(tmp_path):
     places, error = train(tmp_path, 12, extra={"do": Do({4: fails})}, every=4)
     assert str(error) == "mine"
     assert places == on_disk(tmp_path) == [(4, 4, 1)]

@@ -8,11 +8,11 @@ from threading import Event
 
 import pytest
 
-from hookdiff import StorageError, UserError, hookimpl
+from hookdiff import StorageError, UserError
 from hookdiff.builtin.logged import Metrics
 from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
-from tests.conftest import check_facts, fill, free, read_only, records, refused, toy_run, warnings
+from tests.conftest import acting, check_facts, fill, free, read_only, records, refused, toy_run, warnings
 from tests.plugins.test_checkpoint_announced import Do
 
 STEPS = 12
@@ -167,24 +167,23 @@ def test_a_sync_that_fails_ends_the_run_at_the_next_step(number, tmp_path, monke
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         sync(descriptor)
 
-    class Look:
-        step = 0
+    def wait(loop):
+        if loop.progress.step == 5:
+            failed.wait(300)
 
-        @hookimpl
-        def after_optimizer_step(self, loop):
-            self.step = loop.progress.step
-            if self.step == 5:
-                failed.wait(300)
-
-    look = Look()
     calls_at = {3: lambda: monkeypatch.setattr(os, "fsync", fails)}
-    plugins = {"look": look, "at": before(calls_at), "checkpoint": Checkpoint(every=2, keep_last=1)}
+    plugins = {
+        "wait": acting(after_optimizer_step=wait),
+        "at": before(calls_at),
+        "checkpoint": Checkpoint(every=2, keep_last=1),
+    }
+    loop = toy_loop(plugins, run_dir=tmp_path, steps=40)
     with refused(StorageError, tmp_path / "checkpoints", "Input/output error", "step-00000002") as caught:
-        toy_loop(plugins, run_dir=tmp_path, steps=40).run()
+        loop.run()
     assert isinstance(caught.value.__cause__, OSError)
     assert str(caught.value).count("Input/output error") == 1
     assert len(warnings(caplog)) == 1  # that nothing writes what is logged
-    assert look.step in (4, 5, 6)
+    assert loop.progress.step in (4, 5, 6)
     monkeypatch.undo()
     # What could not be synced may be there, but nothing was removed for it.
     assert steps(tmp_path) == ([2, 4] if number == 6 else [2])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookdiff import Loop, UserError, builtin_plugins, hookimpl
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
@@ -19,22 +19,14 @@ from tests.conftest import RollBackAt, StopAt, acting, check_facts, refused, wid
 from tests.plugins.test_checkpoint_faults import steps
 
 
-class SetRate:
-    """Sets the learning rate at one step."""
-
-    def __init__(self, step: int, rate: float) -> None:
-        self.step, self.rate = step, rate
-
-    @hookimpl
-    def before_step(self, loop: Loop) -> None:
-        for group in loop.optimizers[0].param_groups:
-            group["lr"] = self.rate if loop.progress.step + 1 == self.step else 0.01
-
-
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
 @pytest.mark.parametrize("at", [4, 6, 7])  # at a save in the middle, at the last step, and just before another save
 def test_weights_that_an_update_spoils_are_in_no_checkpoint(at: int, policy: Any, tmp_path: Path) -> None:
-    plugins = {**builtin_plugins(signals=False), "rate": SetRate(at, 3e38), "nan": NaN(policy)}
+    def set_rate(loop: Loop) -> None:
+        for group in loop.optimizers[0].param_groups:
+            group["lr"] = 3e38 if loop.progress.step + 1 == at else 0.01
+
+    plugins = {**builtin_plugins(signals=False), "rate": acting(before_step=set_rate), "nan": NaN(policy)}
     plugins |= {"checkpoint": Checkpoint(every=2), "ema": EMA(decay=0.9)}
     end = 6 if at == 6 else 12
     sgd = partial(torch.optim.SGD, lr=0.01, weight_decay=10.0)
@@ -51,10 +43,10 @@ def test_infinities_of_a_mask_of_extra_state_and_of_a_plugin_are_saved(tmp_path:
     class Model(nn.Sequential):
         most = torch.tensor(0.0)
 
-        def get_extra_state(self) -> torch.Tensor:
+        def get_extra_state(self) -> Tensor:
             return self.most
 
-        def set_extra_state(self, state: torch.Tensor) -> None:
+        def set_extra_state(self, state: Tensor) -> None:
             self.most = torch.tensor(math.inf)
 
     class Holds:
@@ -87,15 +79,13 @@ class Normed(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(x)
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
         return out
 
 
 @pytest.mark.parametrize("stop_at", [None, 4])  # another process goes on there, and its first step is the bad one
-def test_a_statistic_that_a_forward_pass_makes_infinite_is_in_no_checkpoint(
-    stop_at: int | None, tmp_path: Path
-) -> None:
+def test_a_statistic_that_a_pass_makes_infinite_is_in_no_checkpoint(stop_at: int | None, tmp_path: Path) -> None:
     def build(end: int) -> Loop:
         # The loss stays finite, since batch norm divides by infinity.
         swell = acting(before_step=lambda loop, batch: batch.inputs.mul_(3e25 if loop.progress.position == 4 else 1))
@@ -129,9 +119,7 @@ INF, ZERO = torch.tensor([math.inf]), torch.zeros(1)
         ({1: ZERO, 5: INF.expand(2)}, 8),  # of another shape
     ],
 )
-def test_a_buffer_that_was_finite_must_stay_so(
-    values: dict[int, torch.Tensor], newest: int, of_plugin: bool, tmp_path: Path
-) -> None:
+def test_a_finite_buffer_must_stay_so(values: dict[int, Tensor], newest: int, of_plugin: bool, tmp_path: Path) -> None:
     class Sets:
         """Sets a buffer at some steps, of the model or of a module of its own."""
 

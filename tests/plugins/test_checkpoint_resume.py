@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from hookdiff import InMemory, UserError, hookimpl
+from hookdiff import InMemory, UserError
 from hookdiff.builtin.logged import Metrics
 from hookdiff.disk.tree import flatten
 from hookdiff.images import feed_of
@@ -41,12 +41,11 @@ def assert_same_runs(one, other):
     assert rest == other_rest
 
 
-def in_one_and_in_parts(tmp_path, make, cuts=(7,)):
-    """Train twice with the keywords that `make()` returns: at once, and stopped after each of `cuts`."""
-    whole = train(tmp_path / "whole", **make())
+def in_parts(run_dir, make, cuts):
+    """Train with the keywords that `make()` returns, stopped after each of `cuts`; return the last loop."""
     for index, steps in enumerate((*cuts, STEPS)):
-        again = train(tmp_path / "parts", steps, resume=index > 0, **make())
-    assert_same_runs(again, whole)
+        loop = train(run_dir, steps, resume=index > 0, **make())
+    return loop
 
 
 def muon_with_adamw(parameters, lr):
@@ -87,7 +86,8 @@ STRONGEST = ("SGD momentum", "AdamW fused", "Adafactor", "Muon, AdamW for the re
 def test_each_optimizer_goes_on_where_it_was(name, tmp_path):
     kind, options = OPTIMIZERS[name]
     optimizers = {"optimizers": lambda model: kind(model.parameters(), lr=0.01, **options)}
-    in_one_and_in_parts(tmp_path, lambda: optimizers)
+    parts, whole = in_parts(tmp_path / "parts", lambda: optimizers, (7,)), train(tmp_path / "whole", **optimizers)
+    assert_same_runs(parts, whole)
 
 
 class Odd(optim.SGD):
@@ -185,9 +185,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("cuts", [[5], [2, 3, 9], *wide([1], [3], [6], [11], list(range(1, STEPS)))])
 def test_a_run_may_be_stopped_anywhere_and_more_than_once(cuts, whole, tmp_path):
-    for index, steps in enumerate((*cuts, STEPS)):
-        again = train(tmp_path, steps, resume=index > 0, plugins=everything(), **images())
-    assert_same_runs(again, whole)
+    assert_same_runs(in_parts(tmp_path, lambda: {"plugins": everything(), **images()}, cuts), whole)
 
 
 @pytest.mark.parametrize("workers", [*wide(((2, 0),)), (0, 2)])
@@ -198,14 +196,12 @@ def test_the_number_of_workers_may_change(workers, whole, tmp_path):
 
 
 def test_a_crash_loses_only_the_steps_after_the_last_save(whole, tmp_path):
-    class Crash:
-        @hookimpl
-        def before_step(self, loop):
-            if loop.progress.step == 8:
-                raise KeyboardInterrupt
+    def crash(loop):
+        if loop.progress.step == 8:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, plugins={**everything(), "crash": Crash()}, **images())
+        train(tmp_path, plugins={**everything(), "crash": acting(before_step=crash)}, **images())
     again = train(tmp_path, resume=True, plugins=everything(), **images())
     assert again.first_step == 5
     assert_same_runs(again, whole)
@@ -227,4 +223,4 @@ def test_a_crash_loses_only_the_steps_after_the_last_save(whole, tmp_path):
     ids=["last batch", "micro-batches and means", "balanced", "held out", "in memory", "bf16", "percentile"],
 )
 def test_other_configs_resume_exactly(make, tmp_path):
-    in_one_and_in_parts(tmp_path, make, cuts=(3, 8))
+    assert_same_runs(in_parts(tmp_path / "parts", make, (3, 8)), train(tmp_path / "whole", **make()))

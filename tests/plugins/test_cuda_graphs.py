@@ -384,17 +384,12 @@ def test_micro_batches_and_smaller_batches_are_made_as_usual(device, recorder):
         assert_close(*loops)
 
 
-class Decay:
-    """A plugin that changes a hyper-parameter after ten updates, and thaws a weight after fourteen."""
-
-    @hookimpl
-    def before_step(self, loop):
+def test_changed_hyper_parameters_and_thawed_weights_are_heeded(device, recorder):
+    def change(loop):
         loop.optimizers[0].param_groups[0]["weight_decay"] = 0.01 if loop.progress.step < 10 else 0.5
         loop.model[3].bias.requires_grad_(loop.progress.step >= 14)
 
-
-def test_changed_hyper_parameters_and_thawed_weights_are_heeded(device, recorder):
-    loops = both(device, given={"mine": Decay})
+    loops = both(device, given={"mine": lambda: acting(before_step=change)})
     assert_close(*loops)
     assert recorder.num_replays == [14 - WARMUP, 10 - WARMUP]
 

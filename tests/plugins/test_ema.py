@@ -104,15 +104,9 @@ def test_the_average_of_another_model_is_refused():
         ema.check_state(loop.model, {**ema.state_dict(), "other": torch.zeros(1)})
 
 
-class Look:
-    """Keeps a copy of the weights after each update."""
-
-    def __init__(self):
-        self.seen = []
-
-    @hookimpl
-    def after_optimizer_step(self, loop):
-        self.seen.append({name: value.detach().clone() for name, value in loop.model.named_parameters()})
+def look(seen):
+    """Return a plugin that adds a copy of the weights to `seen` after each update."""
+    return acting(after_optimizer_step=lambda loop: seen.append(weights(loop)))
 
 
 @given(values=numbers, std=st.floats(0.02, 0.28))
@@ -171,14 +165,14 @@ def test_a_config_chooses_the_warm_up():
 
 
 def test_it_equals_the_averaged_model_of_torch():
-    ema, look = EMA(decay=0.9, warmup="none"), Look()
+    ema, seen = EMA(decay=0.9, warmup="none"), []
     model = toy_model()
     theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     theirs.update_parameters(model)  # the first update copies
-    toy_loop({"ema": ema, "look": look}, model=model).run()
+    toy_loop({"ema": ema, "look": look(seen)}, model=model).run()
     stand_in = toy_model()
-    for seen in look.seen:
-        stand_in.load_state_dict(seen)
+    for each in seen:
+        stand_in.load_state_dict(each)
         theirs.update_parameters(stand_in)
     assert_same(ema.shadow, dict(theirs.module.named_parameters()))
 
@@ -254,15 +248,15 @@ class Tied(nn.Module):
 
 def test_tied_weights_are_averaged_once_and_saved_under_each_name(tmp_path):
     torch.manual_seed(0)
-    ema, look = EMA(decay=[0.9], std=[0.1], warmup="none"), Look()
-    plugins = {"ema": ema, "look": look, "checkpoint": Checkpoint()}
+    ema, seen = EMA(decay=[0.9], std=[0.1], warmup="none"), []
+    plugins = {"ema": ema, "look": look(seen), "checkpoint": Checkpoint()}
     loop = toy_loop(plugins, model=Tied(), run_dir=tmp_path)
     start = loop.model.into.weight.detach().clone()
     loop.run()
     assert "out.weight" not in ema.shadow
     expected = start
-    for seen in look.seen:
-        expected = torch.lerp(expected, seen["into.weight"], 1 - 0.9)
+    for each in seen:
+        expected = torch.lerp(expected, each["into.weight"], 1 - 0.9)
     assert torch.equal(ema.shadow["into.weight"], expected)
 
     folder = tmp_path / "checkpoints" / "step-00000020"
@@ -283,12 +277,12 @@ def test_the_file_of_one_average_has_the_models_keys_alone(tmp_path):
 
 
 def test_weights_in_half_precision_are_averaged_as_float32():
-    model, look = toy_model().to(torch.bfloat16), Look()
+    model, seen = toy_model().to(torch.bfloat16), []
     ema = EMA(decay=[0.99], std=[0.1], warmup="none")
     expected = {name: value.detach().float() for name, value in model.named_parameters()}
-    toy_run({"ema": ema, "look": look}, model=model, objective=lambda net, batch: net(batch.inputs.bfloat16()))
-    for seen in look.seen:
-        expected = {name: torch.lerp(value, seen[name].float(), 1 - 0.99) for name, value in expected.items()}
+    toy_run({"ema": ema, "look": look(seen)}, model=model, objective=lambda net, batch: net(batch.inputs.bfloat16()))
+    for each in seen:
+        expected = {name: torch.lerp(value, each[name].float(), 1 - 0.99) for name, value in expected.items()}
     assert_same(ema.shadow, expected)
     assert {value.dtype for value in ema.shadow.values()} == {torch.float32}
 
