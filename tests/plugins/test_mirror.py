@@ -11,13 +11,11 @@ from hookdiff.testing.toy import toy_loop
 from hookdiff_aim import Aim
 from hookdiff_tensorboard import TensorBoard
 from hookdiff_wandb import WandB
-from tests.conftest import Restores, acting, check_facts, check_refused, warnings
+from tests.conftest import Command, Restores, Succeed, acting, check_facts, check_refused, warnings
 from tests.plugins import test_aim, test_tensorboard, test_wandb
 
 pytestmark = pytest.mark.usefixtures("here")
 no_account = test_wandb.no_account
-Command = Callable[..., tuple[int, str, str]]
-Succeed = Callable[..., str]
 RECORDER = """
 import json
 from attrs import define, field
@@ -164,8 +162,7 @@ def test_a_run_under_way_and_a_damaged_line(run: Path, succeed: Succeed, caplog:
     check_facts(warning, "metrics.jsonl", "line 5")
     assert [call[1] for call in calls(Path("calls.txt")) if call[0] == "scalars"] == [1, 2, 3, 4]
 
-    loop = make_loop(Path("runs/live"), steps=3)
-    with loop:
+    with make_loop(Path("runs/live"), steps=3) as loop:
         for step in loop.steps():
             if step.step == 2:
                 succeed("mirror", "runs/live", "--to", "recorder")

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from hookdiff.options.help import markdown
 from hookdiff_lr import LRSchedule
 from hookdiff_new_plugin.kinds import KINDS, write
 from hookdiff_new_plugin.names import check_name
-from tests.conftest import check_facts, check_refused, contents, output, records, refused
+from tests.conftest import Command, Succeed, check_facts, check_refused, contents, output, records, refused
 from tests.forked import python, run_python
 
 ROOT = Path(__file__).parents[2]
@@ -41,9 +41,7 @@ def test_the_tests_of_the_templates_pass_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_package_is_small_and_its_readme_has_its_keys(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_is_small_and_its_readme_has_keys(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package"
     write(kind, f"mine_{kind}", package)
     assert not re.search(rf"<\w+>|example_{kind}", "".join(map(bytes.decode, contents(package).values())))
@@ -120,9 +118,7 @@ def test_the_name_of_any_part_is_taken() -> None:
             check_name(name)
 
 
-def test_what_exists_is_not_overwritten_and_a_kind_without_a_template_is_refused(
-    hookdiff: Callable[..., Any], here: Path
-) -> None:
+def test_what_exists_is_kept_and_a_kind_without_a_template_is_refused(hookdiff: Command, here: Path) -> None:
     (here / "a file").write_text("kept")
     (here / "hookdiff-dimmer").mkdir()
     (here / "link").symlink_to("nowhere")
@@ -140,7 +136,7 @@ def test_what_exists_is_not_overwritten_and_a_kind_without_a_template_is_refused
 
 @pytest.mark.wide
 def test_a_new_package_is_installed_listed_tested_and_acts_in_its_run(
-    hookdiff: Callable[..., Any], succeed: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
+    hookdiff: Command, succeed: Succeed, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project, site = here / "hookdiff-path-length", here / "site"
     check_facts(succeed("new-plugin", "path_length"), project.name, "pytest")

@@ -19,6 +19,7 @@ from hookdiff_profile.steps import busy_seconds, parts_of, running
 from hookdiff_profile.trials import Change, Outcome, changes
 from tests.conftest import check_facts, check_refused, output, wide
 
+Small = Callable[..., Path]
 TICKS = """
 import weakref
 from attrs import define
@@ -52,13 +53,11 @@ def ticks(user_module: Callable[[str, str], None], monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def small(write_config: Callable[..., Path], here: Path) -> Callable[..., Path]:
+def small(write_config: Small, here: Path) -> Small:
     return lambda *plugins, **tables: write_config(run={"plugins": list(plugins)}, **tables)
 
 
-def test_each_moment_belongs_to_the_inner_hook_or_to_what_the_loop_does_between_two(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_moment_belongs_to_the_inner_hook_or_to_the_loop_between_two(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     record = Stopwatch(torch.device("cpu"))
@@ -88,9 +87,7 @@ def test_a_gpu_is_busy_while_it_does_anything() -> None:
     assert busy_seconds([]) == 0
 
 
-def test_the_time_of_a_plugin_stands_at_its_hook(
-    small: Callable[..., Path], ticks: Any, hookdiff: Any, tmp_path: Path
-) -> None:
+def test_the_time_of_a_plugin_stands_at_its_hook(small: Small, ticks: Any, hookdiff: Any, tmp_path: Path) -> None:
     before = set(tmp_path.iterdir())
     config = small("hd_profile_ticks:Ticks", "ema", "clip", "checkpoint", "samples", "progress")
     profile = json.loads(output(hookdiff("profile", config, "--steps", 4, "--no-try", "--json")))
@@ -117,7 +114,7 @@ def test_the_time_of_a_plugin_stands_at_its_hook(
     ],
 )
 def test_a_run_keeps_its_length_and_is_measured_at_its_whole_rate(
-    run: dict[str, int], warmup: float, length: int, first: int, small: Callable[..., Path]
+    run: dict[str, int], warmup: float, length: int, first: int, small: Small
 ) -> None:
     rates = set()
     path = small("lr", optimizer={"use": "adamw", "lr": 0.001}, plugins={"lr": {"warmup": warmup}})
@@ -132,7 +129,7 @@ def test_a_run_keeps_its_length_and_is_measured_at_its_whole_rate(
     assert rates == {0.001}
 
 
-def test_the_table_and_the_trace_are_for_reading(small: Callable[..., Path], hookdiff: Any, tmp_path: Path) -> None:
+def test_the_table_and_the_trace_are_for_reading(small: Small, hookdiff: Any, tmp_path: Path) -> None:
     done = hookdiff("profile", small("clip"), "--steps", 2, "--no-try", "--trace", "new/step.json.gz")
     first, place, *lines = output(done).splitlines()
     # On a busy machine one more line says that the parts took longer than the step.
@@ -147,9 +144,7 @@ def test_the_table_and_the_trace_are_for_reading(small: Callable[..., Path], hoo
     assert {"clip: after_backward", "defaults: compute_loss", "aten::convolution"} <= names
 
 
-def test_changes_are_measured_in_images_beside_the_config_and_leave_nothing_in_memory(
-    small: Callable[..., Path], hookdiff: Any, ticks: Any
-) -> None:
+def test_changes_are_measured_in_images_and_leave_nothing_in_memory(small: Small, hookdiff: Any, ticks: Any) -> None:
     # "eager" compiles nothing, which keeps the test short.
     config = small("hd_profile_ticks:Ticks", plugins={"compile": {"backend": "eager"}})
     sizes = ("--set", "data.held_out=1750", "--set", "run.batch_size=24")
@@ -162,7 +157,7 @@ def test_changes_are_measured_in_images_beside_the_config_and_leave_nothing_in_m
     assert ticks.counts[3:] == [2] * 3
 
 
-def test_the_changes_follow_from_the_config(small: Callable[..., Path], load_small: Any) -> None:
+def test_the_changes_follow_from_the_config(small: Small, load_small: Any) -> None:
     def of(*plugins: str, device: str = "cpu", stored: bool = True, channels_last: bool = True) -> list[str]:
         return [str(change) for change in changes(load_small(plugins=plugins), device, stored, channels_last)]
 
@@ -204,8 +199,6 @@ def test_the_three_best_changes_come_first() -> None:
         (("small.toml", "--set", "model.chanels=8"), ("chanels", "channels")),
     ],
 )
-def test_a_wrong_input_is_one_message(
-    small: Callable[..., Path], hookdiff: Any, words: tuple[str, ...], facts: tuple[Any, ...]
-) -> None:
+def test_a_wrong_input_is_one_message(small: Small, hookdiff: Any, words: tuple[str, ...], facts: Any) -> None:
     small()
     check_refused(hookdiff("profile", *words, "--no-try"), *facts)

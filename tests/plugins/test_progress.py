@@ -28,6 +28,8 @@ from hookdiff_progress import ProgressBar
 from hookdiff_progress.picture import sparkline
 from tests.conftest import Clock, Logged, Restores, StopAt, acting, check_facts, ran, wait_until, warnings
 
+Capture = pytest.CaptureFixture[str]
+
 
 def make_loop(plugins: Mapping[str, object], **config: Any) -> Loop:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
@@ -165,12 +167,10 @@ def test_values_of_an_earlier_step_say_it_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_lines_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pipe(monkeypatch) as output:
-        loop = make_loop({"bar": ProgressBar()}, steps=4)
-        with loop:
-            for step in loop.steps():
-                if step.step == 3:
-                    wait_until(lambda: b"step 2/4" in output.read)
+    with pipe(monkeypatch) as output, make_loop({"bar": ProgressBar()}, steps=4) as loop:
+        for step in loop.steps():
+            if step.step == 3:
+                wait_until(lambda: b"step 2/4" in output.read)
     output.text()
 
 
@@ -294,12 +294,12 @@ def test_sparkline(values: list[float], shown: str) -> None:
     assert sparkline(values) == shown
 
 
-def test_other_ranks_show_nothing(second_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_show_nothing(second_rank: None, capsys: Capture) -> None:
     make_loop({"bar": ProgressBar()}, steps=2).run()
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_number_of_values_is_limited(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_number_of_values_is_limited(capsys: Capture) -> None:
     def log(loop: Loop) -> None:
         loop.log({f"layer/{index}": 1.0 for index in range(100)})
         if loop.progress.step == 2:
@@ -312,7 +312,7 @@ def test_the_number_of_values_is_limited(capsys: pytest.CaptureFixture[str]) -> 
     assert re.search(r" 1(  memory \S+ .iB)?$", line)  # a value is shown whole or not at all
 
 
-def test_details_are_for_the_sinks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_details_are_for_the_sinks(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     def log(loop: Loop) -> None:
         loop.log({"odd/inner": 1.0}, detail=True)
         if loop.progress.step == 3:
@@ -330,9 +330,7 @@ def test_details_are_for_the_sinks(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 @pytest.mark.parametrize("on_a_terminal", [False, True])
-def test_values_of_an_epochs_end_bring_no_second_loss_of_its_step(
-    on_a_terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_epochs_end_brings_no_second_loss_of_its_step(on_a_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     measures = acting(on_epoch_end=lambda loop: loop.log({"val/mine": 3.0}))
     with terminal(monkeypatch) if on_a_terminal else pipe(monkeypatch) as output:
         plugins = {"bar": ProgressBar(), "measures": measures, "logged": (logged := Logged())}
@@ -361,9 +359,8 @@ def test_a_broken_stderr_switches_it_off_with_a_line_in_the_log(
     before = sys.stdout
     plugins = {"breaks": acting(before_step=close), "bar": ProgressBar(), "clock": clock}
     loop = make_loop(plugins, steps=8, log_every=1)
-    assert loop.run() == "done"
+    assert (loop.run(), loop.progress.step) == ("done", 8)
     assert (sys.stderr, sys.stdout) == (stream, before)
-    assert loop.progress.step == 8
     (warning,) = warnings(caplog)
     check_facts(warning, "progress", "stderr")
     with suppress(OSError):
@@ -390,9 +387,7 @@ def test_without_a_stderr_the_run_goes_on(
             file.close()
 
 
-def test_lines_of_a_run_with_every_monitor_can_be_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_of_a_run_with_every_monitor_can_be_read(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monitors = {"ema": EMA(), "debug": Debug(), "loss": LossMonitor(), "gradients": GradientMonitor()}
     plugins = {"bar": ProgressBar(), "clock": Clock(monkeypatch), **monitors, "memory": Memory()}
     toy_loop(plugins, steps=20, log_every=5, micro_batch=4).run()
@@ -423,9 +418,7 @@ def test_total_steps(config: dict[str, int], position: tuple[int, int, int], tot
     assert loop.config.expected_steps(loop.progress, loop.feed.num_batches) == total
 
 
-def test_a_resumed_run_counts_its_own_steps(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_counts_its_own_steps(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     first = make_loop({})
     first.progress.load_state_dict({"step": 900, "position": 900, "epoch": 64, "samples": 512})
     state = Restores({name: part for name, part in first.state_dict().items() if name != "optimizers"})
@@ -437,8 +430,6 @@ def test_a_resumed_run_counts_its_own_steps(
     assert "  13 img/s  ETA 16:00  " in late
 
 
-def test_the_eta_follows_max_time_if_it_ends_the_run_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_eta_follows_max_time_if_it_ends_the_run_first(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     make_loop({"bar": ProgressBar(), "clock": Clock(monkeypatch)}, steps=1000, max_time="50 s").run()
     assert re.findall(r"ETA \S+ s", capsys.readouterr().err) == ["ETA 30 s", "ETA 10 s", "ETA 0 s"]

@@ -6,16 +6,17 @@ from hypothesis import given, strategies as st
 
 from hookdiff_progress.pace import Pace
 
+Seconds = Callable[[int], float]
+
 
 class Run:
-    """A run with a simulated clock; `seconds(step)` is the time from the begin of a step to that of the next one."""
+    """A run with a simulated clock.
+
+    `seconds(step)` is the time from the begin of a step to that of the next one, without `waits(step)` for the data.
+    """
 
     def __init__(
-        self,
-        patch: pytest.MonkeyPatch,
-        seconds: Callable[[int], float],
-        first: int = 0,
-        waits: Callable[[int], float] = lambda step: 0.0,  # for the data, beside these seconds
+        self, patch: pytest.MonkeyPatch, seconds: Seconds, first: int = 0, waits: Seconds = lambda step: 0.0
     ) -> None:
         self.now, self.step, self.pace, self.seconds, self.waits = 1000.0, first, Pace(), seconds, waits
         self.waited = 0.0
@@ -24,8 +25,7 @@ class Run:
 
     def train(self, until: int) -> None:
         while self.step < until:
-            self.now += self.seconds(self.step)
-            self.now += self.waits(self.step)
+            self.now += self.seconds(self.step) + self.waits(self.step)
             self.waited += self.waits(self.step)
             self.step += 1
             self.pace.mark(self.step, self.step, self.waited)

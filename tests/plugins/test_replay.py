@@ -15,10 +15,9 @@ from hookdiff import build_loop, load_config
 from hookdiff.disk.stamped_json import stamped
 from hookdiff.testing.toy import toy_loop
 from hookdiff_nan import NaN
-from tests.conftest import check_facts, check_refused, finish, output, wide
+from tests.conftest import Command, check_facts, check_refused, finish, output, wide
 from tests.hostile.mutations import listing
 
-Command = Callable[..., tuple[int, str, str]]
 Stops = Callable[..., tuple[Path, dict[str, Any]]]
 
 NETS = '''
@@ -257,9 +256,7 @@ def test_data_that_changed_or_is_gone_is_not_needed(spoilt: Path, changed: str, 
     assert output(hookdiff("replay", spoilt)).startswith((spoilt / "report.txt").read_text())
 
 
-def test_a_spoilt_condition_is_bad_data_and_belongs_to_the_kept_step(
-    folder: Path, stops: Stops, hookdiff: Command
-) -> None:
+def test_a_spoilt_condition_is_bad_data_and_in_the_kept_step(folder: Path, stops: Stops, hookdiff: Command) -> None:
     tables = {"data": {"source": "nets:levelled"}, "diffusion": {"conditions": ["level"]}}
     step, report = stops([], model={"use": "nets:Levelled"}, **tables)
     assert report["cause"] == "data"
@@ -280,9 +277,7 @@ def test_a_spoilt_condition_is_bad_data_and_belongs_to_the_kept_step(
         (lambda step: Path("nets.py").unlink(), ["nets"]),
     ],
 )
-def test_a_step_that_cannot_be_replayed_gives_one_message(
-    spoil: Any, facts: list[str], spoilt: Path, hookdiff: Command
-) -> None:
+def test_what_cannot_be_replayed_gives_one_message(spoil: Any, facts: Any, spoilt: Path, hookdiff: Command) -> None:
     spoil(spoilt)
     sys.modules.pop("nets")
     check_refused(hookdiff("replay", spoilt), *facts)

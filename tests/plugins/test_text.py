@@ -15,7 +15,7 @@ from hookdiff_init.look import look
 from hookdiff_init.write import Network, Plan, text
 from hookdiff_text import Text
 from hookdiff_text.folder import tokens_of
-from tests.conftest import check_facts, check_refused, refused, write_small
+from tests.conftest import Command, Succeed, check_facts, check_refused, refused, write_small
 
 pytest.importorskip("transformers", reason="needs hookdiff[text]")
 
@@ -23,6 +23,7 @@ WORDS = (
     *("<pad>", "<s>", "<unk>", "</s>", "a", "on", "disc", "square", "ring", "large", "small"),
     *("red", "green", "blue", "yellow", "white", "black"),
 )
+Write = Callable[[str], Path]
 CAPTIONS = ["a large red disc", "", "a small unheard square on " + "blue " * 20]
 LAYERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 CLIP = {**LAYERS, "max_position_embeddings": 12, "bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 0}
@@ -62,13 +63,13 @@ def save_encoder(kind: str, folder: Path, **sizes: int) -> Path:
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[[str], Path]:
+def write(tmp_path: Path) -> Write:
     """Return a function that saves an encoder."""
     return lambda kind: save_encoder(kind, tmp_path)
 
 
 @every_kind
-def test_it_makes_the_conditions_of_the_model_of_transformers(kind: str, write: Callable[[str], Path]) -> None:
+def test_it_makes_the_conditions_of_the_model_of_transformers(kind: str, write: Write) -> None:
     import transformers
 
     folder = write(kind)
@@ -108,7 +109,7 @@ def test_a_blank_before_an_unknown_word_of_sentencepiece_is_no_word() -> None:
 
 
 @pytest.mark.slow
-def test_a_part_of_a_pipeline_finds_its_tokenizer(write: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_part_of_a_pipeline_finds_its_tokenizer(write: Write, tmp_path: Path) -> None:
     folder = write(first)
     moved = tmp_path / "pipeline"
     (moved / "tokenizer_2").mkdir(parents=True)
@@ -123,7 +124,7 @@ def test_a_part_of_a_pipeline_finds_its_tokenizer(write: Callable[[str], Path], 
 
 
 @pytest.mark.slow
-def test_more_tokens_and_layers_than_there_are_are_refused(write: Callable[[str], Path]) -> None:
+def test_more_tokens_and_layers_than_there_are_are_refused(write: Write) -> None:
     path = str(write(first))
     with refused(UserError, "data.encode", "length = 13", "12 positions"):
         Text(path=path, length=13).digest()
@@ -150,9 +151,7 @@ def drawings() -> InMemory:
 
 
 @pytest.mark.slow
-def test_a_dit_is_trained_on_captions_from_a_config(
-    write: Callable[[str], Path], succeed: Callable[..., str], hookdiff: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_config_trains_a_dit_on_captions(write: Write, succeed: Succeed, hookdiff: Command, tmp_path: Path) -> None:
     write(first)
     path = write_text_config(tmp_path)
     assert "bit for bit" in succeed("selftest", "resume", path)
@@ -177,9 +176,7 @@ def test_a_dit_is_trained_on_captions_from_a_config(
         ("T5EncoderModel", 200, 208),  # any number
     ],
 )
-def test_init_writes_a_length_that_fits_the_captions(
-    write: Callable[[str], Path], tmp_path: Path, kind: str, words: int, length: int
-) -> None:
+def test_init_fits_a_length_to_the_captions(write: Write, tmp_path: Path, kind: str, words: int, length: int) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     for k in range(4):
@@ -196,7 +193,7 @@ def test_init_writes_a_length_that_fits_the_captions(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["CLIPTextModel", "T5EncoderModel"])
 def test_three_commands_go_from_a_folder_with_captions_to_samples(
-    kind: str, write: Callable[[str], Path], succeed: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, write: Write, succeed: Succeed, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
     for k in range(24):

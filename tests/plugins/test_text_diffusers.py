@@ -161,9 +161,7 @@ def step_of_sd3(folder: Path, loop: Any, batch: Any, captions: list[str]) -> Ten
     ("network", "step", "settings"),
     [("unet", step_of_sd, ()), ("unet", step_of_sd, ("diffusion.prediction=v_prediction",)), ("sd3", step_of_sd3, SD3)],
 )
-def test_the_loss_is_that_of_the_training_step_of_diffusers(
-    folder: Path, network: str, step: Callable[..., Tensor], settings: Sequence[str]
-) -> None:
+def test_the_loss_is_that_of_diffusers(folder: Path, network: str, step: Any, settings: Sequence[str]) -> None:
     usual = ("data.encode.image.scale=model", "data.encode.image.posterior=mean", "diffusion.label_dropout=0.5")
     config = load_config(folder / f"{network}.toml", settings=prepared(folder, (*settings, *usual)))
     with build_loop(config, folder / "run") as loop:
@@ -238,9 +236,7 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize("settings", PIPELINES)
-def test_an_export_is_a_pipeline_that_draws_what_the_run_draws(
-    export: Callable[..., Any], folder: Path, settings: Sequence[str]
-) -> None:
+def test_an_export_is_a_pipeline_that_draws_as_the_run(export: Any, folder: Path, settings: Sequence[str]) -> None:
     out = output(export("unet", *settings))
     check_facts(out, "StableDiffusionPipeline.from_pretrained")
     ours = assert_draws_as_the_run(out, folder)

@@ -252,9 +252,7 @@ def test_a_model_without_a_pooler_encodes_all_but_a_vector(tmp_path: Path) -> No
         encoded(Text(path=str(folder), pooled=True))
 
 
-def test_a_file_is_hashed_again_only_when_its_size_or_a_time_is_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_hashed_again_only_if_size_or_time_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file, known = tmp_path / "weights", tmp_path / "cache" / "hookdiff" / "digests.json"
     file.write_bytes(b"one")
@@ -281,11 +279,7 @@ SPECIAL: dict[str, Change] = {
     "a link to a device": lambda path: path.symlink_to("/dev/zero"),
     "a link to nothing": lambda path: path.symlink_to("nowhere"),
 }
-FILES = [
-    CONFIG,
-    WEIGHTS,
-    *(f"../tokenizer/{name}" for name in ("tokenizer.json", SETTINGS, "added_tokens.json", CONFIG)),
-]
+FILES = [CONFIG, WEIGHTS, *(f"../tokenizer/{one}" for one in ("tokenizer.json", SETTINGS, "added_tokens.json", CONFIG))]
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -11,7 +11,7 @@ from PIL import Image
 from hookdiff import UserError, load_config, load_run
 from hookdiff.experiment.build import build_feed
 from hookdiff_text.pipeline import Pipeline
-from tests.conftest import as_list, refused, write_small
+from tests.conftest import Succeed, as_list, refused, write_small
 from tests.plugins.test_text import CAPTIONS, CLIP, KINDS, LAYERS, T5, WORDS, words_tokenizer
 from tests.plugins.test_text_folder import edit
 
@@ -165,9 +165,7 @@ GUIDED = {"guidance": {"scale": 2.0}}
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of layers in diffusers
-def test_a_network_of_diffusers_is_trained_from_a_config(
-    write: Write, succeed: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_network_of_diffusers_is_trained_from_a_config(write: Write, succeed: Succeed, tmp_path: Path) -> None:
     pipeline, _ = write("StableDiffusion3Pipeline")
     encode = {"text": {"use": "pipeline", "path": str(tmp_path / "StableDiffusion3Pipeline"), "length": 10}}
     path = write_small(
@@ -209,7 +207,7 @@ XL_CONDITIONS = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of layers in diffusers
-def test_a_network_of_sdxl_gets_sizes_and_crops(write: Write, succeed: Callable[..., str], tmp_path: Path) -> None:
+def test_a_network_of_sdxl_gets_sizes_and_crops(write: Write, succeed: Succeed, tmp_path: Path) -> None:
     pipeline, _ = write("StableDiffusionXLPipeline")
     (tmp_path / "pictures").mkdir()
     for k in range(12):
