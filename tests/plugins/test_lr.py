@@ -249,14 +249,6 @@ def test_a_warm_up_is_cut_where_the_rate_falls(plugin, cut, caplog):
     check_facts(caplog.messages[-1], f"{plugin.warmup} steps", f"cut to {cut}")
 
 
-@pytest.mark.parametrize(
-    "plugin", [LR("cosine", warmup=19), LR(CooldownLR(), warmup=16), LR(StepLR((0.25,)), warmup=5)]
-)
-def test_a_warm_up_that_fits_is_not_mentioned(plugin, caplog):
-    toy_loop({"lr": plugin}).run()
-    assert not caplog.messages
-
-
 def test_a_cooldown_that_is_longer_than_the_run_is_cut_to_it(caplog):
     seen = rates(LR(CooldownLR(90, "linear"), warmup=0))
     assert [rate for (rate,) in seen] == pytest.approx([0.01 * (1 - step / 20) for step in range(20)])
@@ -273,9 +265,10 @@ def test_a_cooldown_that_is_longer_than_the_run_is_cut_to_it(caplog):
         (LR("cooldown", total=100), ["the cooldown begins (step 80)"]),
         (LR(StepLR((0.95,))), []),
         (LR(CosineRestartsLR(20)), []),
+        *((LR(kind, warmup=fits), []) for kind, fits in (("cosine", 19), (CooldownLR(), 16), (StepLR((0.25,)), 5))),
     ],
 )
-def test_events_that_the_run_never_reaches_are_reported(plugin, late, caplog):
+def test_events_that_the_run_never_reaches_are_reported_and_a_warm_up_that_fits_is_not(plugin, late, caplog):
     toy_loop({"lr": plugin}).run()
     reported = [message.partition(": ")[2].partition(": ")[2].split(", ") for message in caplog.messages]
     assert reported == ([late] if late else [])

@@ -157,19 +157,11 @@ def test_only_keys_that_can_be_compared_differ(tmp_path: Path, hookdiff: Command
         kind = {"use": "dit" if name == "dit" else "unet", "size": 8, **models.get(name, {"channels": 32})}
         make(tmp_path / name, run={"name": name, "plugins": used}, model=kind, plugins=plugins.get(name, {}))
     found = {name: row["differs"] for name, row in rows(hookdiff, tmp_path).items()}
-    net = ("model.use", "model.channels", "model.start_from")
+    net = ("run.plugins", "model.use", "model.channels", "model.start_from")
     average = ("plugins.ema.decay", "plugins.ema.warmup.use")
-    assert found["unet"] == {"run.plugins": ["lr"], **dict(zip(net, ("unet", 32, None), strict=True))}
-    assert found["wide"] == {
-        "run.plugins": ["lr", "ema"],
-        **dict(zip(net, ("unet", 64, "x"), strict=True)),
-        **dict(zip(average, (0.9, "ratio"), strict=True)),
-    }
-    assert found["dit"] == {
-        "run.plugins": ["lr", "ema", "nan"],
-        "model.use": "dit",
-        **dict(zip(average, (0.99, "power"), strict=True)),
-    }
+    assert found["unet"] == dict(zip(net, (["lr"], "unet", 32, None), strict=True))
+    assert found["wide"] == dict(zip(net + average, (["lr", "ema"], "unet", 64, "x", 0.9, "ratio"), strict=True))
+    assert found["dit"] == dict(zip(net[:2] + average, (["lr", "ema", "nan"], "dit", 0.99, "power"), strict=True))
     out = hookdiff("runs", tmp_path)[1]
     by_name = {line.split()[0]: line for line in out.splitlines()}
     check_facts(by_name["dit"], "with lr,ema,nan", "model.use=dit")

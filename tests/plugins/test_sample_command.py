@@ -9,18 +9,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from hookdiff import build_loop, load_config, load_run
-from hookdiff.log.picture import read_info
 from hookdiff.testing.compare import assert_same
 from hookdiff_samples.pictures import single_name
 from tests.conftest import check_facts, check_refused, output, wide, write_small
+from tests.plugins.test_samples import info_of
 
 NEWEST = "run/checkpoints/step-00000002"
-
-
-def info_of(path):
-    """Return what a picture says about itself."""
-    with Image.open(path) as image:
-        return read_info(image)
 
 
 def train(folder, *settings):
@@ -173,8 +167,7 @@ def test_strips_lead_from_one_noise_to_the_next(hookdiff, here, run):
     assert not numpy.array_equal(strips[1], strips[0])
     info = info_of(here / "x.png")
     assert (info["sampler"], info["interpolate"]) == ("ddim", 3)
-    ((columns, num),) = ((place["columns"], place["num"]) for place in info["panels"])
-    assert (columns, num) == (3, 6)
+    assert [(place["columns"], place["num"]) for place in info["panels"]] == [(3, 6)]
     with Image.open(here / "x.gif") as animation:
         assert animation.n_frames == 4  # there and back
     before = (here / "x.gif").read_bytes()
@@ -219,8 +212,7 @@ def test_single_pictures_have_class_and_description(hookdiff, here, run_of_class
     # A picture of the same number is refused and replaced, though its class has another name.
     check_refused(hookdiff(*words, "--labels", "3", "--each", "singles"), "000000-7.png", "--overwrite")
     output(hookdiff(*words, "--labels", "3,-1", "--num", 2, "--each", "singles", "--overwrite"))
-    names = [path.name for path in sorted((here / "singles").iterdir())]
-    assert names == ["000000-3.png", "000001.png", "000002-2.png"]
+    assert {path.name for path in (here / "singles").iterdir()} == {"000000-3.png", "000001.png", "000002-2.png"}
 
 
 def test_a_name_of_a_class_is_made_fit_for_a_file():
@@ -342,13 +334,10 @@ def test_a_mask_lies_on_its_picture_whatever_its_format(mode, turn, hookdiff, he
 @pytest.mark.wide
 def test_a_transparent_picture_lies_on_the_background_of_the_run(hookdiff, here, run):
     Image.new("LA", (8, 8), (9, 0)).save(here / "clear.png")
-    config = run / "config.toml"
+    plain = (run / "config.toml").read_text()
     words = ("--images", "clear.png", "--steps", 20, "--strength", 0.05, "--out", "x.npz", "--overwrite")
     for background, value in (("white", 255), ("black", 0)):
-        text = config.read_text().replace('background = "white"', f'background = "{background}"')
-        config.write_text(
-            text if "background" in text else text.replace("[data]", f'[data]\nbackground = "{background}"')
-        )
+        (run / "config.toml").write_text(plain.replace("[data]", f'[data]\nbackground = "{background}"'))
         output(hookdiff("sample", "run", *words))
         assert abs(float(numpy.load(here / "x.npz")["arr_0"].mean()) - value) < 40
 
@@ -378,9 +367,7 @@ class Flat(nn.Module):
 
 
 @pytest.mark.wide
-def test_samples_that_are_no_images_are_refused_and_exported_without_values_that_are_no_tensors(
-    hookdiff, here, user_module
-):
+def test_samples_that_are_no_images_are_refused_and_exported_without_what_is_no_tensor(hookdiff, here, user_module):
     user_module("flat", FLAT)
     tables = {"data": {"source": "flat:rows"}, "model": {"use": "flat:Flat"}, "sampling": {"steps": 1}}
     run = {"steps": 1, "batch_size": 4, "device": "cpu", "plugins": ["checkpoint"]}

@@ -255,14 +255,15 @@ def test_a_panel_for_each_guidance_scale(trained: Trained) -> None:
         trained("no", {"guidance_scales": [4.0]})
 
 
-def in_file(path: Path) -> dict[str, Any]:
+def info_of(path: Path) -> dict[str, Any]:
+    """Return what a picture says about itself."""
     with Image.open(path) as picture:
         return read_info(picture)
 
 
 def test_sampler_and_steps_of_the_sheet_are_in_its_file(trained: Trained, tmp_path: Path) -> None:
     trained("run", {"num": 4, "sampler": "euler", "steps": 3, "seed": 5})
-    info = in_file(tmp_path / "run" / "samples" / "step-00000002.png")
+    info = info_of(tmp_path / "run" / "samples" / "step-00000002.png")
     known = {"name": "samples", "step": 2, "sampler": "euler", "steps": 3, "seed": 5, "weights": ["model"]}
     assert known.items() <= info.items()
     with refused(UserError, "plugins.samples", "steps", 21, 20):
@@ -288,7 +289,7 @@ def test_each_file_says_how_its_own_images_were_made(write_config: Callable[...,
         "denoising": folder / "denoising" / "step-00000002.png",
         "interpolation": folder / "interpolation" / "step-00000002.png",
     }
-    info = {name: in_file(path) for name, path in files.items()}
+    info = {name: info_of(path) for name, path in files.items()}
     assert info["sheet"]["weights"] == ["model", "ema"]
     assert info["sheet"]["guidance_scale"] == [1, 3]
     assert info["sheet"]["classes"] == ["3", "-"]

@@ -127,8 +127,7 @@ def test_a_wrong_formula_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_command_prints_measured_beside_exact_without_warnings(caplog: pytest.LogCaptureFixture) -> None:
     result = CliRunner().invoke(command, ["--prediction-type", "flow_prediction"])
     assert result.exit_code == 0, result.output
-    assert result.stderr == ""
-    assert caplog.messages == []
+    assert (result.stderr, caplog.messages) == ("", [])
     lines = result.output.splitlines()
     assert lines[0] == "flow_prediction (schedule flow); samples in 10 steps"
     assert lines[2].split()[:5] == ["exact", "1.0000", "0.5000", "0.4308", "0.3865"]

@@ -127,6 +127,9 @@ def test_a_plugin_that_forgets_a_field_is_named(name: str, others: list[str], lo
     assert all(len(line) < 400 for line in result.stdout.splitlines())
 
 
+UNLIKE = "two runs without a stop are not the same, perhaps because of the plugin"
+
+
 @pytest.mark.parametrize(
     ("name", "fact"),
     [
@@ -134,12 +137,8 @@ def test_a_plugin_that_forgets_a_field_is_named(name: str, others: list[str], lo
         pytest.param("Mangles", "the saved value plugins/mangles/steps (5 and 0)", marks=slow),
         pytest.param("Draws", "not resumed exactly, perhaps because of the plugin 'draws'", marks=slow),
         pytest.param("Draws", "it draws from a global generator in before_step", marks=slow),
-        pytest.param(
-            "Wild", "two runs without a stop are not the same, perhaps because of the plugin 'wild'", marks=slow
-        ),
-        pytest.param(
-            "Noisy", "two runs without a stop are not the same, perhaps because of the plugin 'noisy'", marks=slow
-        ),
+        pytest.param("Wild", f"{UNLIKE} 'wild'", marks=slow),
+        pytest.param("Noisy", f"{UNLIKE} 'noisy'", marks=slow),
         pytest.param("Appends", "not resumed exactly; first seen: the file mine.bin is 24 bytes ", marks=slow),
         pytest.param("Breaks", "the checkpoint's state of 'breaks' cannot be loaded: KeyError: 'momentum'", marks=slow),
     ],
@@ -345,8 +344,7 @@ class Keeper:
 
 def test_a_snapshot_has_the_state_and_the_plain_fields_of_all_plugins() -> None:
     def taken(seed: int) -> dict[ValueKey, Any]:
-        loop = toy_loop({"mine": Keeper(seed)})
-        with loop:
+        with toy_loop({"mine": Keeper(seed)}) as loop:
             return snapshot(loop)
 
     one, other = taken(0), taken(1)

@@ -196,6 +196,7 @@ def server(made: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     pytest.importorskip("aiohttp")
     for name, value in {"gives_parts": True, "has_marks": True, "says": {}, "asked": []}.items():
         monkeypatch.setattr(Server, name, value)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # no attempt waits
     with serving(Server) as address:
         yield f"http://{address}"
 
@@ -250,12 +251,9 @@ def test_a_server_that_gives_no_parts_is_refused(server: str, monkeypatch: pytes
         (0, StorageError, ["the server fails", "nothing"]),
     ],
 )
-def test_servers_that_refuse_or_fail(
-    server: str, monkeypatch: pytest.MonkeyPatch, status: int, kind: type[Exception], facts: list[Any]
-) -> None:
+def test_servers_that_refuse_or_fail(server: str, status: int, kind: type[Exception], facts: list[Any]) -> None:
     from aiohttp import ClientTimeout
 
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
     # Half a second is much for the answers that come, and little for one that never does.
     options = {"client_kwargs": {"timeout": ClientTimeout(sock_read=0.5)}} if status == 0 else None
     data = shards(f"{server}/set/0.tar", storage_options=options)
@@ -266,8 +264,7 @@ def test_servers_that_refuse_or_fail(
         data.load(3)  # type: ignore[union-attr]
 
 
-def test_a_server_that_is_down_is_not_taken_for_a_missing_file(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
+def test_a_server_that_is_down_is_not_taken_for_a_missing_file(server: str) -> None:
     with serving(Server) as closed:
         pass
     with refused(StorageError, f"{closed}/set/0.tar", "the server fails"):
