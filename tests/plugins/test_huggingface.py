@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
 from PIL import Image
 
 from hookdiff import UserError
 from hookdiff.images import Store, Transforms, feed_of
+from hookdiff.testing import assert_same
 from hookdiff_huggingface import HuggingFace
-from tests.conftest import pixels, refused
+from tests.conftest import as_list, pixels, refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -46,7 +46,7 @@ def made(alone: Any) -> Any:
 
 def assert_is(data: HuggingFace, labels: Any, classes: Any) -> None:
     assert len(data) == 9
-    assert (None if data.labels is None else data.labels.tolist(), data.classes) == (labels, classes)
+    assert (as_list(data.labels), data.classes) == (labels, classes)
     for index in range(9):
         assert numpy.array_equal(numpy.array(data.load(index)), pixels(index))
 
@@ -90,9 +90,8 @@ def test_a_folder_of_images_is_read(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         picture(k).save(path)
     data = HuggingFace(str(tmp_path / "set"))
-    assert (len(data), data.classes) == (9, ("ant", "bee", "cat"))
-    assert data.labels is not None
-    assert sorted(data.labels.tolist()) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert (data.classes, sorted(as_list(data.labels))) == (("ant", "bee", "cat"), [0, 0, 0, 1, 1, 1, 2, 2, 2])
+    assert len(data) == 9
     assert {data.load(index).tobytes() for index in range(9)} == {picture(k).tobytes() for k in range(9)}
 
 
@@ -133,13 +132,10 @@ def test_missing_columns_are_refused(tmp_path: Path, made: Any, options: Any, fa
 
 def test_missing_sets_are_refused(tmp_path: Path, made: Any) -> None:
     made.save_to_disk(str(tmp_path / "saved"))
-    with refused(ValueError, "savde", "'saved'"):
-        HuggingFace(str(tmp_path / "savde"))
-    with refused(ValueError, "nobody/nothing"):
-        HuggingFace("nobody/nothing")
     (tmp_path / "empty").mkdir()
-    with refused(ValueError, tmp_path / "empty"):
-        HuggingFace(str(tmp_path / "empty"))
+    for path, fact in ((tmp_path / "savde", "'saved'"), ("nobody/nothing", "nothing"), (tmp_path / "empty", "empty")):
+        with refused(ValueError, path, fact):
+            HuggingFace(str(path))
 
 
 @pytest.mark.wide
@@ -152,10 +148,9 @@ def test_every_store_gives_the_same_batch(tmp_path: Path, made: Any) -> None:
         transforms = Transforms(image_size=6, flip=True)
         feed = feed_of(HuggingFace(str(tmp_path / "saved")), transforms=transforms, store=settings, workers=workers)
         (batch,) = feed.bind(9).batches(0)
-        batches.append((batch.inputs, batch.labels))
-    for inputs, labels in batches[1:]:
-        assert torch.equal(inputs, batches[0][0])
-        assert torch.equal(labels, batches[0][1])
+        batches.append({"inputs": batch.inputs, "labels": batch.labels})
+    for other in batches[1:]:
+        assert_same(other, batches[0])
 
 
 def test_missing_images_are_refused(tmp_path: Path, alone: Any) -> None:
@@ -170,9 +165,7 @@ def test_a_missing_label_is_minus_one_or_refused(tmp_path: Path, alone: Any) -> 
     rows = {"image": [picture(k, 4) for k in range(3)], "label": [1, None, 0], "name": ["a", None, "b"]}
     features = alone.Features({"image": image, "label": label, "name": alone.Value("string")})
     alone.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
-    data = HuggingFace(str(tmp_path / "set"))
-    assert data.labels is not None
-    assert data.labels.tolist() == [1, -1, 0]
+    assert as_list(HuggingFace(str(tmp_path / "set")).labels) == [1, -1, 0]
     with refused(ValueError, "set", "'name'", None):
         HuggingFace(str(tmp_path / "set"), label_column="name")
 

@@ -57,7 +57,6 @@ def test_stationary_noise_has_no_finding(seed: int, noise: str) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.wide
 @pytest.mark.parametrize("noise", ["normal 10 %", "chi-square of 4"])
 def test_the_rate_of_false_alarms_is_below_one_in_a_hundred_thousand(noise: str) -> None:
     assert kinds(noisy([1.0] * 100_000, 1, noise), LossTrends(plateau=0)) == []
@@ -173,10 +172,8 @@ def test_a_network_that_is_ruined_by_its_first_updates_diverges(seed: int, facto
 def test_a_smaller_ruin_is_found_if_a_constant_prediction_would_be_better() -> None:
     curve = list(noisy([1.0] + [1.6] * 100))
     for nothing, expected in ((False, []), (True, [(30, "divergence")])):
-        diagnosis = LossTrends()
-        reported = [
-            (step, kind) for step, loss in enumerate(curve, 1) for kind in diagnosis.observe(step, loss, nothing)
-        ]
+        observe = LossTrends().observe
+        reported = [(step, kind) for step, loss in enumerate(curve, 1) for kind in observe(step, loss, nothing)]
         assert reported == expected
 
 

@@ -136,10 +136,8 @@ def test_the_estimate_is_the_memory_of_a_real_run(config, tmp_path, model, setti
         assert estimate.optimizer == num_bytes(value for values in states for value in values)
         kept = {n: flatten(state_of(p))[0] for n, p in loop.plugins.items() if keeps_state(p)}
         live = {id(t.untyped_storage()) for t in (*parameters, *loop.model.buffers())}
-        tensors_of = {
-            name: [t for t in state.values() if id(t.untyped_storage()) not in live] for name, state in kept.items()
-        }
-        assert estimate.plugins == {name: num_bytes(tensors) for name, tensors in tensors_of.items() if tensors}
+        own = {n: [t for t in state.values() if id(t.untyped_storage()) not in live] for n, state in kept.items()}
+        assert estimate.plugins == {name: num_bytes(tensors) for name, tensors in own.items() if tensors}
     assert estimate.notes == ()
 
 

@@ -224,8 +224,7 @@ def test_golden_lines_of_the_report(tmp_path, caplog):
     ):
         assert line in caplog.text, line
     (folder,) = (tmp_path / "nan").iterdir()
-    report = (folder / "report.txt").read_text()
-    assert report.rstrip() in caplog.text
+    assert (folder / "report.txt").read_text().rstrip() in caplog.text
     assert f"replay: hookdiff replay {folder}" in caplog.text
 
 

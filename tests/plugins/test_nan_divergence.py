@@ -1,7 +1,6 @@
 import json
 import logging
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from hookdiff import Batch, Loop, build_loop, hookimpl, load_config
 from hookdiff.testing.toy import toy_loop
 from hookdiff_nan import NaN
-from tests.conftest import acting, check_facts, wide, write_small
+from tests.conftest import Command, acting, check_facts, toy_run, wide, write_small
 
 
 def trained(folder: Path, *names: str, inject: object = None, resume: Path | None = None, **tables: Any) -> Loop:
@@ -155,37 +154,30 @@ def test_a_large_loss_that_falls_is_no_divergence() -> None:
         if loop.progress.position == 12:
             loop.model[1].register_forward_hook(lambda *args: args[-1] * torch.nan)
 
-    nan = NaN()
-    toy_loop({"nan": nan, "spoils": acting(before_step=spoil)}, model=model).run()
-    assert nan.diagnosis is not None
-    assert nan.diagnosis.cause == "forward"
+    loop = toy_run({"nan": NaN(), "spoils": acting(before_step=spoil)}, model=model)
+    assert diagnosis(loop).cause == "forward"
 
 
 def test_a_slow_divergence_is_named(caplog: pytest.LogCaptureFixture) -> None:
     # The loss of a linear model grows by a constant factor.
     torch.manual_seed(0)
-    nan = NaN()
     optimizers: Any = lambda net: torch.optim.SGD(net.parameters(), 3.0)  # noqa: E731
-    loop = toy_loop({"nan": nan}, model=nn.Linear(4, 4), optimizers=optimizers, steps=1000)
+    loop = toy_loop({"nan": NaN()}, model=nn.Linear(4, 4), optimizers=optimizers, steps=1000)
     assert loop.run() == "on_nan"
     assert loop.progress.step > 20
-    assert nan.diagnosis is not None
-    assert nan.diagnosis.cause == "divergence"
-    check_facts(nan.diagnosis.text, 3, 0.01)
+    assert diagnosis(loop).cause == "divergence"
+    check_facts(diagnosis(loop).text, 3, 0.01)
 
 
 @pytest.mark.wide
-def test_a_replay_names_the_divergence_again_and_the_lower_rate_helps(
-    tmp_path: Path, hookdiff: Callable[..., tuple[int, str, str]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_replay_names_the_divergence_and_a_lower_rate_helps(tmp_path: Path, hookdiff: Command, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
     tables = {"run": {"plugins": ["nan", "checkpoint"]}, "optimizer": {"use": "sgd", "lr": 9.9}}
     path = write_small(tmp_path / "config.toml", **tables)
     assert hookdiff("run", path, "--out", tmp_path / "run")[0] == 3
     (step,) = (tmp_path / "run" / "nan").iterdir()
     code, out, _ = hookdiff("replay", step)
-    report = (step / "report.txt").read_text()
-    assert (code, out.startswith(report)) == (0, True)
+    assert (code, out.startswith((step / "report.txt").read_text())) == (0, True)
     (cause,) = [line for line in out.splitlines() if "cause" in line]
     check_facts(cause, "divergence", 9.9, 0.01)
     losses = next(line for line in out.splitlines() if "losses" in line).split("losses ")[1].split()

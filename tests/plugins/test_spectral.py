@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.nn.utils import parametrizations
 
-from hookdiff import ConfigError, Loop, SampleRequest, UserError, build_loop, hookimpl, load_config
+from hookdiff import ConfigError, SampleRequest, UserError, build_loop, load_config
 from hookdiff.experiment.probe import try_config
 from hookdiff.models.names import plain_name
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
@@ -20,7 +20,7 @@ from hookdiff_networks import UNet
 from hookdiff_spectral import Spectral
 from hookdiff_spectral.plugin import choose_layers, normalise
 from hookdiff_spectral.sigma import DividedBySigma, normalised
-from tests.conftest import toy_run, wide, write_small
+from tests.conftest import acting, toy_run, wide, write_small
 
 
 def sigma(weight: Tensor, transposed: bool = False) -> float:
@@ -141,8 +141,7 @@ def test_a_weight_that_is_shared_or_parametrised_is_refused() -> None:
 def test_layers_at_zero_and_the_output_stay_as_they_are() -> None:
     model = UNet(channels=8, num_res_blocks=1, head_dim=8)
     assert add(model, "mid.0.attention", "conv_*", output="conv_out") == ["conv_in", "mid.0.attention.qkv"]
-    toy = toy_model()
-    assert add(toy, "*", output="3") == ["0"]
+    assert add(toy_model(), "*", output="3") == ["0"]
 
 
 class LastIsFirst(nn.Module):
@@ -186,16 +185,11 @@ def test_the_seed_of_the_run_decides() -> None:
 def test_a_step_starts_from_the_vectors_of_the_last_step() -> None:
     found: list[list[Tensor]] = [[], []]
 
-    class Look:
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
-            found[0].append(normalised(loop.model)[0][0].u.clone())
+    def look(kept: list[Tensor]) -> Any:
+        return lambda loop: kept.append(normalised(loop.model)[0][0].u.clone())
 
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            found[1].append(normalised(loop.model)[0][0].u.clone())
-
-    toy_loop({"spectral": Spectral(), "look": Look()}, steps=4).run()
+    looks = acting(before_step=look(found[0]), after_optimizer_step=look(found[1]))
+    toy_loop({"spectral": Spectral(), "looks": looks}, steps=4).run()
     before, after = found
     assert all(torch.equal(now, last) for now, last in zip(before[1:], after, strict=False))
     assert not torch.equal(before[1], before[2])

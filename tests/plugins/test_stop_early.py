@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from hookdiff.loop.saved import state_of
 from hookdiff.testing.toy import toy_loop
 from hookdiff_ema import EMA
 from hookdiff_stop_early import StopEarly
-from tests.conftest import Logged, Restores, check_facts, output, records, saved, toy_run, two_ranks, warnings
+from tests.conftest import Command, Logged, Restores, check_facts, output, records, saved, toy_run, two_ranks, warnings
 
 NAN, INF = math.nan, math.inf
 
@@ -53,9 +53,7 @@ def train(values: Sequence[float], **options: Any) -> Loop:
         ([1, NAN, 2, -INF, NAN], {"patience": 3, "mode": "max"}, 6, ("2", "3")),
     ],
 )
-def test_it_ends_the_run_and_names_the_best_value(
-    values: Sequence[float], options: dict[str, Any], step: int, best: tuple[str, str]
-) -> None:
+def test_it_ends_the_run_and_names_the_best_value(values: Sequence[float], options: Any, step: int, best: Any) -> None:
     loop = train(values, **options)
     assert (loop.end.reason, loop.progress.step) == ("plugin", step)
     check_facts(loop.end.message, "val/loss", options["patience"], *best)
@@ -114,8 +112,7 @@ def test_a_measurement_at_the_end_of_an_epoch_ends_the_run_there() -> None:
 @pytest.mark.parametrize("cut", [2, 4, 5])
 def test_a_resumed_run_ends_as_the_uninterrupted_one(cut: int) -> None:
     def run(restores: Restores) -> Loop:
-        plugins = {"restores": restores, "stop_early": StopEarly(patience=3), "curve": Curve([3, 2, NAN, 2])}
-        return toy_run(plugins)
+        return toy_run({"restores": restores, "stop_early": StopEarly(patience=3), "curve": Curve([3, 2, NAN, 2])})
 
     restores = Restores(at=cut)
     whole, again = run(restores), run(Restores(restores.state))
@@ -140,10 +137,8 @@ def test_a_run_that_was_ended_trains_no_more_unless_patience_is_raised() -> None
 
 def test_a_plugin_is_new_in_each_run() -> None:
     plugin = StopEarly(patience=2)
-    steps = []
-    for _ in range(2):
-        steps.append(toy_run({"stop_early": plugin, "curve": Curve([3, 2, 2])}).progress.step)
-    assert steps == [4, 4]
+    loops = [toy_run({"stop_early": plugin, "curve": Curve([3, 2, 2])}) for _ in range(2)]
+    assert [loop.progress.step for loop in loops] == [4, 4]
 
 
 def test_a_value_that_is_never_logged_gives_a_warning_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -153,12 +148,9 @@ def test_a_value_that_is_never_logged_gives_a_warning_at_the_end(caplog: pytest.
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_value_that_is_logged_or_may_still_be_gives_no_warning(
-    stopped: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_value_that_is_logged_or_may_be_gives_no_warning(stopped: bool, caplog: pytest.LogCaptureFixture) -> None:
     # Logged at the end alone, by on_stop; or not at all, in a run that will be continued.
-    loop = toy_loop({"stop_early": StopEarly(), "curve": Curve([1], every=0)})
-    with loop:
+    with toy_loop({"stop_early": StopEarly(), "curve": Curve([1], every=0)}) as loop:
         for _ in loop.steps():
             if stopped:
                 loop.stop("signal")
@@ -199,9 +191,7 @@ def test_all_ranks_end_where_the_first_one_decides(tmp_path: Path) -> None:
     assert one == other == [("plugin", 5), ("plugin", 5)]
 
 
-def test_a_run_of_a_config_ends_and_records_why(
-    tmp_path: Path, write_config: Callable[..., Path], hookdiff: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_a_run_of_a_config_ends_and_records_why(tmp_path: Path, write_config: Any, hookdiff: Command) -> None:
     config = write_config(
         run={"steps": 500, "batch_size": 64, "plugins": ["stop_early", "loss", "checkpoint"]},
         data={"source": "digits", "held_out": 64},

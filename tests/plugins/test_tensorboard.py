@@ -66,8 +66,7 @@ def texts(read: EventAccumulator, name: str) -> dict[int, str]:
 
 
 def test_a_run_can_be_read_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    loop = make_loop({"tensorboard": TensorBoard()}, tmp_path / "run")
-    loop.run()
+    make_loop({"tensorboard": TensorBoard()}, tmp_path / "run").run()
     found = read(tmp_path / "run" / "tensorboard")
     assert not warnings(caplog)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -119,9 +119,8 @@ def test_a_run_can_be_read_back(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert found["exit"] == 0
     history = found["history"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {step: row["loss"] for step, row in history.items() if "loss" in row} == {
-        line["step"]: pytest.approx(line["loss"]) for line in lines
-    }
+    losses = {step: row["loss"] for step, row in history.items() if "loss" in row}
+    assert losses == pytest.approx({line["step"]: line["loss"] for line in lines})
     assert math.isnan(history[2]["fd/digits"])
     assert history[4]["fd/digits"] == 0.25
     assert history[1]["_timestamp"] == pytest.approx(lines[0]["time"], abs=0.1)
@@ -184,9 +183,7 @@ def test_online_without_a_key_is_refused_at_the_start(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("folder", ["wandb", ".wandb"])
-def test_settings_that_a_run_has_brought_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
-) -> None:
+def test_settings_that_a_run_brings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
     """W&B reads them in the working directory, and would send the user's key to the server that they name."""
     run = tmp_path / "run"
     (run / folder).mkdir(parents=True)

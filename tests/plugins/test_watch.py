@@ -104,9 +104,7 @@ def test_a_snapshot_in_a_pipe(run: Path, hookdiff: Callable[..., Any]) -> None:
     for step in (50, 100):
         happen(run, step, "checkpoint", f"saved step-{step:08}")
     end(run)
-    code, out, err = hookdiff("watch", run)
-    assert (code, err) == (0, "")
-    assert out == GOLDEN
+    assert hookdiff("watch", run) == (0, GOLDEN, "")
     assert hookdiff("watch", run, "--once")[1] == GOLDEN
 
 
@@ -300,11 +298,7 @@ def test_the_samples_of_a_grid_are_shown_one_by_one(run: Path) -> None:
 @pytest.mark.parametrize(
     "panel",
     [
-        *(
-            {key: value}
-            for key in ("left", "num", "columns", "width", "right")
-            for value in (-1, 10**9, "x", None, 0.5)
-        ),
+        *({key: bad} for key in ("left", "num", "columns", "width", "right") for bad in (-1, 10**9, "x", None, 0.5)),
         *({"num": 0}, {"columns": 0}, {"height": 0}, {"title": 5}),
     ],
     ids=str,
