@@ -337,7 +337,7 @@ def test_a_transparent_picture_lies_on_the_background_of_the_run(hookdiff, here,
     plain = (run / "config.toml").read_text()
     words = ("--images", "clear.png", "--steps", 20, "--strength", 0.05, "--out", "x.npz", "--overwrite")
     for background, value in (("white", 255), ("black", 0)):
-        (run / "config.toml").write_text(plain.replace("[data]", f'[data]\nbackground = "{background}"'))
+        (run / "config.toml").write_text(plain.replace('background = "white"', f'background = "{background}"'))
         output(hookdiff("sample", "run", *words))
         assert abs(float(numpy.load(here / "x.npz")["arr_0"].mean()) - value) < 40
 
