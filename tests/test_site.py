@@ -38,6 +38,7 @@ QUESTIONS = {  # what people type, and the page that answers it
     "video": "use-your-own-data",
     "LoRA": "start-from-weights",
     "kohya": "from-other-trainers",
+    "resume": "resume-a-run",
 }
 
 
