@@ -53,6 +53,7 @@ def command(
     except NoCheckpoint as error:
         if source != run:
             lacking = f"{run} has no checkpoint: no manifest is in it"
-            raise UserError(f"{lacking}; use the newest: hookdiff resume {source}") from None
-        again = f"hookdiff run {source / CONFIG} --out {run} --resume" + " --trust" * trust
+            raise UserError(f"{lacking}; use the newest: hookdiff resume {source} --out {out}") from None
+        place = f"{run} --resume" if out is None else out
+        again = f"hookdiff run {source / CONFIG} --out {place}" + " --trust" * trust
         raise UserError(f"{error}; to start anew: {again}") from None
