@@ -161,7 +161,10 @@ def test_a_branch_continues_elsewhere_and_leaves_its_source_unchanged(hookdiff, 
         ("resume bare", ("bare", "hookdiff run bare/config.toml --out bare --resume")),
         ("resume bare --out new", ("bare", "hookdiff run bare/config.toml --out new")),
         ("resume run/checkpoints", ("run/checkpoints", "config.toml")),
-        ("resume torn/checkpoints/step-00000001 --out x", ("torn/checkpoints/step-00000001", "manifest", "torn --out x")),
+        (
+            "resume torn/checkpoints/step-00000001 --out x",
+            ("torn/checkpoints/step-00000001", "manifest", "torn --out x"),
+        ),
     ],
 )
 def test_a_wrong_input_is_one_message_and_changes_nothing(hookdiff, made, monkeypatch, words, facts):
