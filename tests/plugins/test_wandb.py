@@ -7,7 +7,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +204,7 @@ def test_a_pipe_in_the_repository_around_is_not_waited_for(here: Path) -> None:
     assert len(runs(here / "run")) == 1
 
 
+Process = Callable[..., subprocess.Popen[str]]
 ONE_RUN = """
 import sys, signal
 from pathlib import Path
@@ -224,22 +225,38 @@ print(run.run(), run.progress.step, signal.getsignal(signal.SIGINT) is signal.de
 """
 
 
-def process(folder: Path, options: Mapping[str, Any], steps: int, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", ONE_RUN, repr(options), str(steps)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "", **environment},
-        text=True,
-        stdin=subprocess.PIPE,  # no terminal
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Process]:
+    """Return a function that starts a run in `tmp_path`; the process is killed at the end of the test."""
+    started = list[subprocess.Popen[str]]()
+
+    def call(options: Mapping[str, Any], steps: int, **environment: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", ONE_RUN, repr(options), str(steps)]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "", **environment}
+        pipe = subprocess.PIPE  # no terminal
+        started.append(
+            subprocess.Popen(
+                command,
+                cwd=tmp_path,
+                env=variables,
+                text=True,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                start_new_session=True,
+            )
+        )
+        return started[-1]
+
+    yield call
+    for each in started:
+        with each:  # the end of the block closes the pipes
+            each.kill()
 
 
 @pytest.mark.wide
-def test_ctrl_c_ends_the_run_after_its_step(tmp_path: Path) -> None:
-    running = process(tmp_path, {"timeout": 300}, 10**9)
+def test_ctrl_c_ends_the_run_after_its_step(tmp_path: Path, process: Process) -> None:
+    running = process({"timeout": 300}, 10**9)
     wait_for(tmp_path / "three", running)
     os.killpg(running.pid, signal.SIGINT)  # as a terminal does: also to W&B's own process, which has another group
     code, out, err = finish(running)
@@ -250,11 +267,16 @@ def test_ctrl_c_ends_the_run_after_its_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-def test_a_frozen_process_of_wandb_does_not_keep_the_run_from_ending(tmp_path: Path) -> None:
-    running = process(tmp_path, {"timeout": 3}, 10**9)
+def test_a_frozen_process_of_wandb_does_not_keep_the_run_from_ending(tmp_path: Path, process: Process) -> None:
+    running = process({"timeout": 15}, 10**9)
     wait_for(tmp_path / "three", running)
-    children = Path(f"/proc/{running.pid}/task").glob("*/children")
-    (frozen,) = {int(number) for file in children for number in file.read_text().split()}
+
+    def children() -> set[int]:
+        lists = Path(f"/proc/{running.pid}/task").glob("*/children")
+        return {int(number) for file in lists for number in file.read_text().split()}
+
+    wait_until(children)  # the sink opens in the background
+    (frozen,) = children()
     os.kill(frozen, signal.SIGSTOP)
     try:
         os.kill(running.pid, signal.SIGINT)
@@ -264,15 +286,15 @@ def test_a_frozen_process_of_wandb_does_not_keep_the_run_from_ending(tmp_path: P
         running.kill()
     code, out, err = finish(running)
     assert (code, out.split()[0]) == (0, "signal"), err
-    check_facts(err, "WandB", "is switched off", "3 s")
+    check_facts(err, "WandB", "is switched off", "15 s")
     assert "Traceback" not in err
 
 
 @pytest.mark.wide
-def test_a_server_that_does_not_answer_costs_only_the_sink(tmp_path: Path) -> None:
+def test_a_server_that_does_not_answer_costs_only_the_sink(tmp_path: Path, process: Process) -> None:
     began = time.monotonic()
     address = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "a" * 40}
-    code, out, err = finish(process(tmp_path, {"timeout": 2, "mode": "online"}, 5, **address))
+    code, out, err = finish(process({"timeout": 2, "mode": "online"}, 5, **address))
     assert (code, out.split()[:2]) == (0, ["done", "5"]), err
     check_facts(err, "WandB", "is switched off", "open")
     assert "Traceback" not in err
