@@ -60,7 +60,7 @@ def command(
     The command reads the sizes and colours of the images, and their classes, which are the sub-folders. With
     --text-encoder it reads their captions in place of classes. It tries a few steps and a grid of samples on this
     machine, to choose an image size, a number of steps and grids that take about --minutes together. At most a tenth of
-    the time goes into grids. You may change every line of the config.
+    the time goes into grids, unless even the smallest grid takes longer. You may change every line of the config.
     """
     from importlib.util import find_spec
 

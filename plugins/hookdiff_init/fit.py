@@ -12,16 +12,16 @@ from hookdiff import InMemory, UserError, build_loop, load_config
 from hookdiff.experiment import pick_device
 from hookdiff_init.look import Pictures
 from hookdiff_init.steps import fewest_steps
-from hookdiff_init.write import Network, Plan, text
+from hookdiff_init.write import SHARE, Network, Plan, text
 
 _USUAL = 600.0  # default of the seconds of training
 _ENOUGH = 8  # beyond this multiple of the fewest steps, more steps improve little
-_SHARE = 0.1  # of the time, for grids of samples
 _GRIDS = 5  # grids of a run, if they take no more than this share
 _SIDE = 32  # fewer pixels are hard to recognise, so this side is not reduced to save time
 _TRIED = 5  # steps on trial: the fastest counts; the last one draws a grid
 _BATCH = 32
 _FEWEST = 4  # images of the smallest grid without rows
+_SAMPLER_STEPS = 10  # of a grid that takes more than its share with the usual number
 
 _NETWORKS = (
     Network(8, 32, (1, 2), 1),
@@ -46,7 +46,7 @@ def fit(pictures: Pictures, seconds: float | None, side: int | None = None, diff
     """
     has_limit, seconds = seconds is not None, seconds or _USUAL
     device = pick_device("auto").type
-    fitting = None
+    fitting, planned = None, seconds
     for tried in [side] if side else _sides(pictures):
         batch_size = min(pictures.num, _BATCH if device == "cpu" else 2 * _BATCH)
         plan = Plan(tried, _network(tried), batch_size, diffusers, num=pictures.rows or _FEWEST)
@@ -59,13 +59,17 @@ def fit(pictures: Pictures, seconds: float | None, side: int | None = None, diff
         except torch.OutOfMemoryError:
             break
         plan = evolve(plan, step_seconds=step_seconds, grid_seconds=grid_seconds)
-        needed = fewest * step_seconds / (1 - _SHARE)
+        needed = fewest * step_seconds / (1 - SHARE)
         if fitting and needed > seconds:
             break
-        fitting = _filled(plan, seconds if has_limit else min(max(seconds, needed), _ENOUGH * needed))
+        planned = seconds if has_limit else min(max(seconds, needed), _ENOUGH * needed)
+        fitting = _filled(plan, planned)
     if fitting is None:
         way_out = "; choose a smaller --image-size" if side else ""
         raise UserError(f"too little memory for images of {f'{side} x {side}' if side else 'any size'}{way_out}")
+    if fitting.grids * fitting.grid_seconds > SHARE * planned:
+        fitting = evolve(fitting, sampler_steps=_SAMPLER_STEPS)
+        fitting = _with_steps(evolve(fitting, grid_seconds=rehearse(pictures, fitting)[1]), planned)
     return fitting
 
 
@@ -73,10 +77,14 @@ def _filled(plan: Plan, seconds: float) -> Plan:
     """Return `plan`, which has the smallest grid, with the grids and steps for which there are `seconds`."""
     for times in (4, 2, 1):  # a grid of twice the images takes at most twice as long
         larger = evolve(plan, num=times * plan.num, grid_seconds=times * plan.grid_seconds)
-        grids = min(_GRIDS, int(_SHARE * seconds / max(larger.grid_seconds, 1e-9)))
+        grids = min(_GRIDS, int(SHARE * seconds / max(larger.grid_seconds, 1e-9)))
         if grids == _GRIDS:
             break
-    plan = evolve(larger, grids=max(1, grids))
+    return _with_steps(evolve(larger, grids=max(1, grids)), seconds)
+
+
+def _with_steps(plan: Plan, seconds: float) -> Plan:
+    """Return `plan` with the steps for which there are `seconds` beside its grids."""
     return evolve(plan, steps=_rounded((seconds - plan.grids * plan.grid_seconds) / plan.step_seconds))
 
 

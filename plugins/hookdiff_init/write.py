@@ -12,6 +12,7 @@ from hookdiff.terminal import in_words
 from hookdiff_init.look import Pictures
 from hookdiff_init.steps import EXAMPLES, example, fewest_steps
 
+SHARE = 0.1  # of the time, for grids of samples
 _LOGS = 20  # lines of a run in metrics.jsonl, at least
 
 
@@ -43,14 +44,26 @@ class Plan:
     num: int = 16  # images in each panel of a grid
     grids: int = 1  # grids of the run; one is at the end
     grid_seconds: float = 0.0
+    sampler_steps: int | None = None  # of the grids; None: the usual number
 
     @property
     def duration(self) -> str:
         """The time of the training with its grids, in words."""
-        return in_words(self.steps * self.step_seconds + self.grids * self.grid_seconds)
+        return in_words(self._seconds)
+
+    @property
+    def _seconds(self) -> float:
+        return self.steps * self.step_seconds + self.grids * self.grid_seconds
 
     @property
     def advice(self) -> tuple[str, ...]:
+        """The lines on steps that are too few, and on a grid that takes long; none for a plan without faults."""
+        percent = round(100 * self.grids * self.grid_seconds / max(self._seconds, 1e-9))
+        long = f"The grid of samples at the end, the smallest one, takes about {percent} % of the time."
+        return (*self._on_steps, *[long] * (percent > 100 * SHARE))
+
+    @property
+    def _on_steps(self) -> tuple[str, ...]:
         """What to do if the steps are too few to show shapes, and what a real run took, in short lines."""
         fewest, run = fewest_steps(self.side), example(self.side)
         if self.steps >= 0.95 * fewest:  # the steps are rounded to two digits
@@ -114,6 +127,8 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
     # Rounded up, so that the end adds no further grid.
     yield f"every = {-(-plan.steps // plan.grids) if plan.grids > 1 else 0}", each + "; 0: only at the end"
     yield f"num = {plan.num}", "in each panel" + "; classes have rows of their own" * (not pictures.texts)
+    if plan.sampler_steps:
+        yield f"steps = {plan.sampler_steps}", "of the sampler; the usual number takes more than a tenth of the time"
     if pictures.texts:
         first, *others = tomli_w.dumps({"prompts": pictures.texts.prompts}).strip().split("\n")
         yield first, "captions from the folder, a row each"

@@ -126,11 +126,12 @@ def test_a_size_that_no_network_takes_is_refused(hookdiff: Command, side: int, n
 
 
 GRIDS: list[tuple[float | None, float, dict[str, int], list[int]]] = [
-    # minutes, seconds of the smallest grid, keys of [run], keys of [plugins.samples]: every and num
+    # minutes, seconds of the smallest grid, keys of [run], keys of [plugins.samples]: every, num, steps
     (10, 2, {"steps": 5600}, [1120, 16]),
     (10, 25, {"steps": 5500}, [2750, 4]),
     (1, 2, {"steps": 540, "log_every": 27}, [180, 4]),
-    (0.02, 9, {"steps": 10, "log_every": 1}, [0, 4]),
+    (1, 10, {"steps": 560, "log_every": 28}, [0, 4, 10]),
+    (0.02, 9, {"steps": 10, "log_every": 1}, [0, 4, 10]),
     (None, 0.1, {"steps": 1800}, [360, 16]),
 ]
 
@@ -138,11 +139,13 @@ GRIDS: list[tuple[float | None, float, dict[str, int], list[int]]] = [
 def test_grids_take_a_tenth_of_the_time_and_few_steps_are_logged_often(monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = Pictures("mine", 100, 3, 8, {(8, 8): 100})
     for minutes, grid, run, samples in GRIDS:
-        monkeypatch.setattr("hookdiff_init.fit.rehearse", lambda *_, grid=grid: (0.1, grid))
+        trial = lambda _, plan, grid=grid: (0.1, grid * (plan.sampler_steps or 25) / 25)  # noqa: E731
+        monkeypatch.setattr("hookdiff_init.fit.rehearse", trial)
         config = text(pictures, fit(pictures, minutes and 60 * minutes), Path("mine.toml"))
         table = tomli.loads(config)
         assert (table["run"], [*table["plugins"]["samples"].values()]) == ({"batch_size": 32, **run}, samples)
         assert ("too few" in config) == (run["steps"] < 200)
+        assert ("78 % of the time" in config) == (minutes == 0.02)  # 3.6 s beside ten steps of 0.1 s
 
 
 @pytest.mark.parametrize("side", [8, 20, 64])
