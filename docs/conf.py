@@ -153,9 +153,10 @@ def write_excerpts(app: Sphinx, error: Exception | None) -> None:
 
 
 def add_excerpts(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
-    """Load `static/excerpts.js` where the search is."""
+    """Load `static/excerpts.js` and `static/words.js` where the search is."""
     if page == "search":
         app.add_js_file("excerpts.js")
+        app.add_js_file("words.js")
 
 
 def name_outside(app: Sphinx, page: str, source: list[str]) -> None:
