@@ -44,6 +44,10 @@ def mostly_ones() -> InMemory:
     return InMemory(IMAGES[kept], LABELS[kept])
 
 
+def dark() -> Tensor:
+    return IMAGES[:64].float() / 255 / 16 * 2 - 1
+
+
 def few() -> InMemory:
     return InMemory(IMAGES[:48])
 
@@ -194,6 +198,7 @@ CASES = {
         "run --plugins ema --set plugins.ema.decay=0.9999 --set plugins.ema.warmup=none --set optimizer.lr=0.02"
     ],
     "Samples are blurry": [f"{SAMPLES}blurred"],
+    "Samples are all black, or of one colour": [f"{DOCTOR} --set data.source={HERE}:dark"],
     "Samples are noisy": [f"{SAMPLES}noise"],
     "All samples look alike": [f"{SAMPLES}zeros"],
     "Classes are missing": [f"{CLASSES} --set data.source={HERE}:without_threes"],
