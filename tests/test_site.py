@@ -39,6 +39,18 @@ QUESTIONS = {  # what people type, and the page that answers it
     "LoRA": "start-from-weights",
     "kohya": "from-other-trainers",
     "resume": "resume-a-run",
+    "out of memory": "train-with-less-memory",
+    "gradient accumulation": "train-with-less-memory",
+    "16-bit grayscale images": "train-on-a-folder",
+    "labels in csv": "train-on-a-folder",
+    "several image folders": "train-on-a-folder",
+    "samples all black": "what-is-wrong",
+    "slurm preemption": "stop-a-run",
+    "load ema weights": "export-weights",
+    "loss is nan": "find-a-nan",
+    "inpainting": "make-images",
+    "validation loss": "watch-the-loss",
+    "slurm preemption on an unheard-of cluster": "stop-a-run",  # no page has all words
 }
 
 
