@@ -85,7 +85,8 @@ class CaptionedReader(ReaderAround):
         return [index for index in range(len(self.inner)) if index not in self.inner.unreadable]
 
     def _find_captions(self) -> dict[str, CaptionsOf]:
-        texts, keys = captions_for(self.inner.source.texts, self.encoders), self.caption_keys
+        source, keys = self.inner.source, self.caption_keys
+        texts = captions_for(source.texts, self.encoders, keys, len(source))
         return {n: CaptionsOf(n, each, keys, self.inner.describe, self._usable) for n, each in texts.items()}
 
     def _conditions(self, rows_of: Mapping[str, TextTable]) -> TextConditions:

@@ -38,7 +38,9 @@ class CaptionKeys:
     """The keys of [data] about captions."""
 
     caption: str | None = field(
-        default=None, validator=_is_text, metadata=about("caption of samples without a caption")
+        default=None,
+        validator=_is_text,
+        metadata=about("caption of samples without a caption; alone it is the caption of all samples"),
     )
     prefix: str = field(default="", validator=_is_text, metadata=about("text before each caption"))
     suffix: str = field(default="", validator=_is_text, metadata=about("text after each caption"))
@@ -125,17 +127,19 @@ class CaptionsOf:
 
 
 def captions_for(
-    texts: NamedCaptions | None, encoders: Mapping[str, TextEncoder]
+    texts: NamedCaptions | None, encoders: Mapping[str, TextEncoder], keys: CaptionKeys, num: int
 ) -> dict[str, Sequence[Sequence[str]]]:
     """Return the captions `texts` of a source by name, after a check that `encoders` take exactly these.
+
+    If a source of `num` samples has no captions at all, the `caption` of `keys` is that of each sample.
 
     Raises:
         UserError: if the source lacks captions that an encoder takes, or has captions that no encoder takes.
     """
-    texts = texts or {}
     wanted = {encoder.texts: name for name, encoder in encoders.items()}
+    texts = texts or (dict.fromkeys(wanted, [()] * num) if keys.caption else {})
     if lacking := [of for of in wanted if of not in texts]:
-        way_out = "none: set captions or caption_column; a source of your own has them as `texts`"
+        way_out = "none: set captions, caption_column, or one caption for all; a source of your own has them as `texts`"
         known = f"{', '.join(texts) or way_out}{nearest(lacking[0], texts)}"
         raise UserError(f"encode.{wanted[lacking[0]]}.of: the source has no captions {lacking[0]!r}; it has {known}")
     if unused := [name for name in texts if name not in wanted]:

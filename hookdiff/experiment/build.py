@@ -220,7 +220,8 @@ def build_feed(
         source = AnySource(InMemory(source) if isinstance(source, Tensor) else source)
         if texts:
             source = with_texts(source, config.data.of(ItemKeys), config.data.of(Workers))
-        captions_for(source.texts, texts)  # refused before the pictures are looked at
+        # Refused before the pictures are looked at.
+        captions_for(source.texts, texts, config.data.of(CaptionKeys), len(source))
         device = pick_device(config.run.device)
         if pictures and encode:
             read = evolve(store, store="none" if source.memory is None else "auto")

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from hookdiff.builtin.start_from import Start
 from hookdiff.data.feed import Feed
-from hookdiff.encoding.captions import captions_for
+from hookdiff.encoding.captions import CaptionKeys, captions_for
 from hookdiff.encoding.encoder import CAPTIONS, INPUTS, EncoderKeys
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.build import (
@@ -99,7 +99,7 @@ def _probe_captions(config: Config) -> None:
     if config.data.target is Folder:
         texts = {CAPTIONS: ()} if config.data.arguments.get("captions") else None
         try:
-            captions_for(texts, config.data.of(EncoderKeys).of_texts)
+            captions_for(texts, config.data.of(EncoderKeys).of_texts, config.data.of(CaptionKeys), 0)
         except UserError as error:
             raise ConfigError(f"data: {error}") from None
 

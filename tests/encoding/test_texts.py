@@ -200,6 +200,10 @@ def without_some() -> InMemory:
     return InMemory(torch.zeros(12, 3, 4, 4), texts={"text": captions})
 
 
+def without_any() -> InMemory:
+    return InMemory(torch.zeros(12, 3, 4, 4))
+
+
 def test_samples_without_a_caption_are_named(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = edited(path, ":drawings", ":without_some")
     with refused(ConfigError, "6 of 12", "sample 1", "sample 2", "missing"):
@@ -213,6 +217,8 @@ def test_samples_without_a_caption_are_named(path: Path, caplog: pytest.LogCaptu
         build_feed(load_config(path, settings=["data.caption=' '"]))
     for row in next(feed.unaugmented(torch.tensor([1, 2]))).conditions["text"]:  # none, and a blank one
         assert torch.equal(row, letters("a dogs"))
+    feed = build_feed(load_config(edited(path, ":without_some", ":without_any"), settings=["data.caption=a dog"]))
+    assert torch.equal(next(feed.unaugmented(torch.tensor([1]))).conditions["text"][0], letters("a dog"))
 
 
 @pytest.mark.parametrize("store", ["auto", *wide("none")])
