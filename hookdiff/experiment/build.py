@@ -31,7 +31,7 @@ from hookdiff.encoding.latent_reader import LatentReader
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.config import Config
 from hookdiff.experiment.discovery import LeftOut, is_needed
-from hookdiff.experiment.machine_choices import filled_in, prepare_process, recorded, settle
+from hookdiff.experiment.machine_choices import filled_in, is_channels_last, prepare_process, recorded, settle
 from hookdiff.experiment.optimizers import build_optimizers
 from hookdiff.experiment.own_runs import is_remembered, remember
 from hookdiff.experiment.part import Part
@@ -418,7 +418,8 @@ def make_model(config: Config, device: torch.device) -> nn.Module:
     torch.manual_seed(config.run.seed)
     model = build_model(config.model)
     model.to(device)
-    if config.run.channels_last is True:
+    form = config.run.channels_last
+    if is_channels_last(device, *type(model).__mro__) if form == AUTO else form:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.dim() == 4:  # Module.to would refuse a tensor of five dimensions, as in a network for videos
@@ -467,12 +468,15 @@ def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusi
 
 
 def fit_to_model(config: Config, model: nn.Module) -> Config:
-    """Set `conditional` to whether the network takes labels, unless the config sets it."""
+    """Set `conditional` to whether the network takes labels, unless the config sets it; record the memory format."""
     takes_labels = num_classes_of(model) > 0
     diffusion = config.diffusion.given(conditional=takes_labels)
     if diffusion.arguments["conditional"] and not takes_labels:
         raise ConfigError(f"diffusion.conditional: {config.model.use} takes no labels; set model.num_classes")
-    return evolve(config, diffusion=diffusion)
+    if config.run.channels_last == AUTO:  # a function has made the network
+        form = is_channels_last(next(model.parameters()).device, *type(model).__mro__)
+        config = evolve(config, run=evolve(config.run, channels_last=form))
+    return evolve(config, diffusion=diffusion, model=config.model.given(**found_in_base(model)))
 
 
 def build_objective(config: Config, feed: Feed) -> tuple[Diffusion, Sampling]:

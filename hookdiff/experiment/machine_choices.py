@@ -3,6 +3,7 @@
 The choices are written to config.toml and the checkpoints. A resumed run takes them from there.
 """
 
+import inspect
 import json
 import logging
 import os
@@ -45,7 +46,7 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
 
     `before` is the config of the run that is resumed. Its choices hold on a device of the same kind. Plugins choose by
     the hook `choose`. Keys of [diffusion] and [sampling] give the weights their meaning, so they keep their values if
-    the config leaves them out.
+    the config leaves them out. The memory format of a network that a function makes stays "auto": see `fit_to_model`.
     """
     on_cpu = device.type == "cpu"
     earlier = _fitting(RunConfig, before.get("run"))
@@ -64,16 +65,24 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
                 chosen = known.get(key, AUTO)
                 part = evolve(part, arguments={**part.arguments, key: value if chosen == AUTO else chosen})
         plugins[name] = part
-    # On a GPU the group norms of torch copy each image that is in channels_last: benchmarks/README.md.
-    run = {"channels_last": on_cpu and not is_of_diffusers(config.model.target), **run}
+    network = config.model.target
+    if inspect.isclass(network) or is_of_diffusers(network) or not on_cpu:
+        run = {"channels_last": is_channels_last(device, network), **run}
     asked = asdict(config.run, recurse=False)
     run = {key: value for key, value in run.items() if asked[key] == AUTO}
     if same_kind:
-        run |= {key: earlier[key] for key in run if key in earlier and earlier[key] != AUTO}
+        choices = [key for key in ("channels_last", *run) if asked[key] == AUTO]
+        run |= {key: earlier[key] for key in choices if earlier.get(key, AUTO) != AUTO}
     if config.run.threads == AUTO:
         run["threads"] = _threads(earlier.get("threads")) if on_cpu else None
     config = evolve(config, run=evolve(config.run, **run), plugins=plugins)
     return _as_before(config, before) if before else config
+
+
+def is_channels_last(device: torch.device, *network: object) -> bool:
+    """Return the memory format for a `network`, given as its classes: whether it is channels_last."""
+    # On a GPU the group norms of torch copy each image that is in channels_last: benchmarks/README.md.
+    return device.type == "cpu" and not any(map(is_of_diffusers, network))
 
 
 def filled_in(config: Config, settled: Config, before: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import pytest
 import tomli
 import tomli_w
 import torch
+from diffusers import UNet2DModel
 
 import hookdiff.experiment.machine_choices as settle_module
 from hookdiff import build_loop, load_config
@@ -44,11 +45,18 @@ def test_what_the_config_says_comes_first(load_small, monkeypatch):
     assert formed(load_small("plugins.amp.precision=bf16", plugins=["amp"]))[1] is False
 
 
-def test_a_network_of_diffusers_and_a_gpu_keep_the_usual_memory_format(load_small):
+def of_diffusers() -> torch.nn.Module:
+    blocks = {"down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}
+    return UNet2DModel(8, 1, 1, block_out_channels=[8], norm_num_groups=2, **blocks)
+
+
+def test_a_network_of_diffusers_and_a_gpu_keep_the_usual_memory_format(load_small, tmp_path):
     model = {"use": "diffusers:UNet2DModel", "block_out_channels": [8], "norm_num_groups": 2}
     blocks = {"down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}
     config = load_small(model={**model, **blocks})
     assert settle(config, CPU, {}).run.channels_last is False
+    by_function = {"use": f"{__name__}:of_diffusers"}
+    assert build_loop(load_small(model=by_function), tmp_path / "run").hparams["run"]["channels_last"] is False
     assert [settle(load_small(), one, {}).run.channels_last for one in (CPU, CUDA)] == [True, False]
 
 
