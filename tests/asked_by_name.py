@@ -10,6 +10,7 @@ ASKED: dict[str, dict[str, set[str]]] = {
         "hookdiff/models/adapters.py": {"getattr(kind, '__module__', '')"},
         "hookdiff/options/imports.py": {"getattr(outer, part)"},
         "hookdiff/options/structure.py": {"getattr(base, '__module__', '')", "getattr(hint, '__metadata__', ())"},
+        "hookdiff/options/fitted.py": {"getattr(target, _FIT, lambda _: Fitted(target))", "hasattr(target, _FIT)"},
         "hookdiff/testing/contract.py": {"vars(base)"},
     },
     "a data set of torchvision": {
@@ -58,6 +59,7 @@ ASKED: dict[str, dict[str, set[str]]] = {
             "getattr(diffusers, pipeline)",
             "getattr(diffusers, sampling.scheduler)",
         },
+        "plugins/hookdiff_pretrained/folder.py": {"getattr(diffusers, name, None)"},
         "plugins/hookdiff_text/__init__.py": {"getattr(network.config, 'use_attention_mask', False)"},
         "plugins/hookdiff_text/folder.py": {"getattr(tokenizer, 'vocab_file', None)", "getattr(transformers, kind)"},
         "plugins/hookdiff_text/pipeline.py": {"getattr(diffusers, name)"},
@@ -87,6 +89,11 @@ ASKED: dict[str, dict[str, set[str]]] = {
             "getattr(module, 'processor', None)",
             "hasattr(module, 'attention_form')",
             "hasattr(module, 'set_processor')",
+        },
+        "hookdiff/models/base.py": {
+            "getattr(model, _FOUND, {})",
+            "getattr(module, key, frozenset())",
+            "hasattr(model, _FOUND)",
         },
         "hookdiff/models/compiler.py": {"getattr(net, '_compiled_call_impl', None)"},
         "plugins/hookdiff_autoencoder/__init__.py": {"getattr(network, 'quant_conv', None)"},

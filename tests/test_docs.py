@@ -23,6 +23,7 @@ import pytest
 import tomli
 import tomli_w
 from click import Context
+from diffusers import UNet2DModel
 
 import hookdiff
 from hookdiff import Hooks, Loop, load_config
@@ -255,13 +256,16 @@ def test_the_batch_scripts_are_valid_bash() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in (*WALKS, TEXTBOOK) and blocks(page, "toml")])
-def test_the_toml_is_valid(page: str, tmp_path: Path) -> None:
+def test_the_toml_is_valid(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for block in blocks(page, "toml"):
         table = tomli.loads(block)
         if "project" in table:
             (group,) = table["project"]["entry-points"]
             assert group in ("hookdiff.plugins", "hookdiff.parts")
             continue
+        if table["model"]["use"] == "pretrained":
+            UNet2DModel().save_config(table["model"]["path"])
         path = tmp_path / "own.toml"  # a config.toml may be a stranger's
         path.write_text(tomli_w.dumps(table))
         load_config(path)

@@ -43,7 +43,7 @@ class NoFolder(UserError):
     """There is no folder at the path of an encoder."""
 
 
-def file_in(folder: Path, name: str) -> Path | None:
+def file_in(folder: Path, name: str, asked_by: str = _ASKED_BY) -> Path | None:
     """Return the path of the file `name`; None if there is none.
 
     Raises:
@@ -54,13 +54,13 @@ def file_in(folder: Path, name: str) -> Path | None:
         kind = path.stat().st_mode
     except FileNotFoundError:
         if path.is_symlink():
-            raise UserError(f"{_ASKED_BY}: {path} is a link that leads nowhere") from None
+            raise UserError(f"{asked_by}: {path} is a link that leads nowhere") from None
         return None
     except OSError as error:
-        raise UserError(f"{_ASKED_BY}: {path}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{asked_by}: {path}: cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(kind):
         what = "a folder" if stat.S_ISDIR(kind) else "a pipe, a socket or a device"
-        raise UserError(f"{_ASKED_BY}: {path} is {what}, expected a file")
+        raise UserError(f"{asked_by}: {path} is {what}, expected a file")
     return path
 
 
@@ -74,28 +74,34 @@ def files_in(folder: Path, names: Iterable[str]) -> dict[str, Path]:
 
 
 def table_in(
-    folder: Path, name: str, what: str, fits: Callable[[Mapping[str, Any]], bool] = lambda _: True
+    folder: Path,
+    name: str,
+    what: str,
+    fits: Callable[[Mapping[str, Any]], bool] = lambda _: True,
+    asked_by: str = _ASKED_BY,
 ) -> dict[str, Any]:
     """Read the JSON file `name` of `folder`, which holds `what`, in words. Errors name folders nearby that fit.
+
+    `asked_by` is the key that names the folder.
 
     Raises:
         UserError: if the file is missing or holds no table, or if it asks for code or quantized weights.
     """
     is_folder = folder.is_dir()
-    if (path := file_in(folder, name) if is_folder else None) is None:
+    if (path := file_in(folder, name, asked_by) if is_folder else None) is None:
         kind = UserError if is_folder else NoFolder
-        raise kind(f"{_ASKED_BY}: {why_no_folder(str(folder), name, what, fits)}")
+        raise kind(f"{asked_by}: {why_no_folder(str(folder), name, what, fits)}")
     try:
         table = json.loads(read_file(path))
     except OSError as error:
-        raise UserError(f"{_ASKED_BY}: {path}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{asked_by}: {path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
         table = None
     if not isinstance(table, dict):
-        raise UserError(f"{_ASKED_BY}: {path} is no table in JSON")
+        raise UserError(f"{asked_by}: {path} is no table in JSON")
     for key, value in _nested(table):
         if key in _CODE:
-            raise UserError(f"{_ASKED_BY}: {path} {_CODE[key]}, {key} = {str(value)[:_SHOWN]}, which is not used")
+            raise UserError(f"{asked_by}: {path} {_CODE[key]}, {key} = {str(value)[:_SHOWN]}, which is not used")
     return table
 
 
@@ -115,7 +121,7 @@ def without_places(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: without_places(value) if isinstance(value, dict) else value for key, value in inner.items()}
 
 
-def weights_in(folder: Path, usual: Sequence[str]) -> Weights:
+def weights_in(folder: Path, usual: Sequence[str], asked_by: str = _ASKED_BY) -> Weights:
     """Find the weights in a folder: the first file of `usual` that exists, or else the only file of weights.
 
     An index counts as one file: it stands for the files that it names.
@@ -125,7 +131,7 @@ def weights_in(folder: Path, usual: Sequence[str]) -> Weights:
     """
     if os.path.lexists(folder / _ADAPTER):
         raise UserError(
-            f"{_ASKED_BY}: {folder} has an {_ADAPTER}, so its weights are an adapter; merge it into its network"
+            f"{asked_by}: {folder} has an {_ADAPTER}, so its weights are an adapter; merge it into its network"
         )
     there = sorted(path.name for pattern in _WEIGHTS for path in folder.glob(pattern))
     named = next((name for name in usual if name in there), None)
@@ -134,19 +140,19 @@ def weights_in(folder: Path, usual: Sequence[str]) -> Weights:
         wholes = indices or [name for name in there if not _SHARD.fullmatch(name)]
         if len(wholes) > 1:
             expected = " or ".join(usual)
-            raise UserError(f"{_ASKED_BY}: {folder} has {listed(wholes, _MOST_SHOWN)}; expected one, or {expected}")
+            raise UserError(f"{asked_by}: {folder} has {listed(wholes, _MOST_SHOWN)}; expected one, or {expected}")
         if not wholes and there:
-            raise UserError(f"{_ASKED_BY}: {folder} has {listed(there, _MOST_SHOWN)}, and no index of them (*{INDEX})")
+            raise UserError(f"{asked_by}: {folder} has {listed(there, _MOST_SHOWN)}, and no index of them (*{INDEX})")
         if not wholes:
             pickled = [path.name for pattern in _PICKLES for path in folder.glob(pattern)]
             way_out = f"; {pickled[0]} is a pickle, which may run code: save it as safetensors" if pickled else ""
-            raise UserError(f"{_ASKED_BY}: {folder} has no weights in safetensors{way_out}")
+            raise UserError(f"{asked_by}: {folder} has no weights in safetensors{way_out}")
         named = wholes[0]
-    file_in(folder, named)
-    return read_weights(folder / named, _ASKED_BY)
+    file_in(folder, named, asked_by)
+    return read_weights(folder / named, asked_by)
 
 
-def digest_seen(weights: Iterable[Weights], others: Iterable[Path], *texts: str) -> str:
+def digest_seen(weights: Iterable[Weights], others: Iterable[Path], *texts: str, asked_by: str = _ASKED_BY) -> str:
     """Return a hash, as `digest_of` does, of the files of weights with their indices, of `others` and of `texts`.
 
     Raises:
@@ -156,7 +162,7 @@ def digest_seen(weights: Iterable[Weights], others: Iterable[Path], *texts: str)
     try:
         return digest_of([*files, *others], *texts)
     except OSError as error:
-        raise UserError(f"{_ASKED_BY}: {error.filename}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{asked_by}: {error.filename}: cannot be read: {error.strerror}") from None
 
 
 def load_network(

@@ -47,6 +47,7 @@ from hookdiff.loop.state import check_parameters
 from hookdiff.machine.ranks import agree, rank
 from hookdiff.models.adapters import adapt, check_forward, num_classes_of
 from hookdiff.models.attention_forms import use_attention
+from hookdiff.models.base import found_in_base, leave_out_base
 from hookdiff.models.compiler import sampling_errors, try_compiler
 from hookdiff.models.init import Initialisation, layers_called
 from hookdiff.models.load import load_into
@@ -123,10 +124,8 @@ def build_loop(
             try_compiler(device)  # now, and not at the first pictures, far into the run
     with _sizes_in_errors(feed), layers_called(model) as called:
         check_model(config, model, feed, objective, trains)
-    try:
+    with _problems_of_init():
         config.model.of(Initialisation).apply(model, called[-1] if called else None)
-    except ValueError as error:
-        raise ConfigError(f"model.{error}") from None
     of_core = builtin_plugins(
         overwrite=overwrite,
         signals=False,
@@ -147,7 +146,7 @@ def build_loop(
         plugins = {name: plugin if name in heard else LeftOut() for name, plugin in plugins.items()}
     return Loop(
         model,
-        lambda prepared: build_optimizers(config.optimizer, prepared) if trains else (),
+        partial(_optimizers, config.optimizer if trains else None),
         objective,
         feed,
         evolve(config.run, micro_batch=None) if config.run.micro_batch == AUTO else config.run,
@@ -158,6 +157,12 @@ def build_loop(
         resume=resume,
         fresh=fresh,
     )
+
+
+def _optimizers(part: Part | None, model: nn.Module) -> Any:
+    """Return the optimizers of `part` for the prepared `model`, whose frozen base is left out from now on."""
+    leave_out_base(model)
+    return build_optimizers(part, model) if part else ()
 
 
 def _is_own(config: Config, run_dir: Path, resume: bool | Path) -> bool:
@@ -179,6 +184,14 @@ def _problems_of(where: str) -> Iterator[None]:
         yield
     except (ValueError, UserError) as error:
         raise ConfigError(str(error) if str(error).startswith(f"{where}.") else f"{where}: {error}") from error
+
+
+@contextmanager
+def _problems_of_init() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from None
 
 
 def build_feed(
@@ -451,6 +464,8 @@ def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusi
     If it `trains`, a gradient must reach its output.
     """
     part = config.model
+    with _problems_of_init():
+        part.of(Initialisation).check(model)
     asked, known = num_classes_of(model), feed.num_classes or 0
     if 0 < asked < known:
         raise ConfigError(f"{part.where}: {part.use} has num_classes = {asked}; set {known}, as in the data")

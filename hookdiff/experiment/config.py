@@ -24,6 +24,7 @@ from hookdiff.diffusion.clipping import NoClipping
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.disk.lock import confine
+from hookdiff.disk.reading import only_files
 from hookdiff.encoding.captions import CaptionKeys
 from hookdiff.encoding.encoder import INPUTS, EncoderKeys
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest
@@ -47,6 +48,7 @@ from hookdiff.models.init import Initialisation
 from hookdiff.options.choices import Choice, check_claims, path_of
 from hookdiff.options.default_names import DEFAULT_OPTIMIZER, DEFAULT_PLUGINS
 from hookdiff.options.fields import Fixed, about, between, is_below
+from hookdiff.options.fitted import fit_to
 from hookdiff.options.imports import TRUST, import_object, importing, installed
 from hookdiff.options.structure import (
     Problems,
@@ -146,10 +148,13 @@ class Section:
     def read(self, table: Mapping[str, Any], problems: Problems) -> Part | None:
         """Return the part that `table` names. On failure add the reason to `problems` and return None."""
         use, target = table.get(self.key, self.default), None
+        preset: Mapping[str, Any] = {}
         try:
             target = self.target(use)
         except UserError as error:
             problems.add(f"{self.table}.{self.key}", error)
+        else:
+            target, preset = self._fitted(target, table, problems)
         of_target = parameters(target) if target else {}
         shared, others = {}, [self.key]
         for kind in self.shared:
@@ -159,8 +164,20 @@ class Section:
         if target is None:
             return None
         rest = {key: value for key, value in table.items() if key not in others}
-        values = {**self.preset(target), **arguments(target, rest, self.table, problems, others)}
+        values = {**preset, **arguments(target, rest, self.table, problems, others)}
         return Part(self.table, str(use), target, values, self.key, shared)
+
+    def _fitted(self, target: Any, table: Mapping[str, Any], problems: Problems) -> tuple[Any, Mapping[str, Any]]:
+        """Return the target with the keys that fit its table, or None, and the values of keys that the table lacks."""
+        try:
+            with only_files():
+                fitted = fit_to(target, table)
+        except UserError as error:
+            place, _, reason = str(error).partition(": ")
+            is_placed = place.startswith(f"{self.table}.")
+            problems.add(*((place, reason) if is_placed else (self.table, error)))
+            return None, {}
+        return fitted.target, {**self.preset(fitted.target), **fitted.values}
 
     def target(self, use: Any) -> Any:
         """Import and return the class or function `use`, a name or `module:Name`. Raises UserError if unfit."""

@@ -17,6 +17,7 @@ from hookdiff.experiment.config import SECTIONS, RunConfig
 from hookdiff.options.choices import Choice
 from hookdiff.options.every import UNITS, Every
 from hookdiff.options.fields import limits_of, one_of
+from hookdiff.options.fitted import is_fitted
 from hookdiff.options.help import keys
 from hookdiff.options.structure import COLLECTIONS, as_toml, described, fields_of, hints_of, missing, parameters
 
@@ -103,7 +104,11 @@ def _choice_table(
             is_it["required"] = [key]
         properties = {**shared, **table.get("properties", {}), key: {}}
         needed = table.get("required", []) if checks_needed else []
-        closed = {"properties": properties, "required": needed, "additionalProperties": "properties" not in table}
+        closed = {
+            "properties": properties,
+            "required": needed,
+            "additionalProperties": table.get("additionalProperties", True),
+        }
         rules.append({"if": is_it, "then": closed})
     alone = [name for name, table in tables.items() if not table.get("required")]
     rules.append({"if": {"type": "string"}, "then": _name_schema(alone)})
@@ -126,7 +131,7 @@ def _table(target: Callable[..., Any]) -> Schema:
         if default is not None and not (isinstance(default, float) and not math.isfinite(default)):
             properties[key.name]["default"] = default
     rest = next((_value(hints[name]) for name, field in fields.items() if field.metadata.get("rest")), None)
-    others = False if rest is None else rest.get("additionalProperties", {})
+    others = is_fitted(target) if rest is None else rest.get("additionalProperties", {})
     needed = [name for name in missing(target, {}) if name in properties]
     return {"type": "object", "properties": properties, "required": needed, "additionalProperties": others}
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from hookdiff.errors import ConfigError, nearest
 from hookdiff.machine.dtensor import is_sharded, is_unsupported
+from hookdiff.models.base import left_out
 from hookdiff.models.names import plain_name
 from hookdiff.options.fields import about
 from hookdiff.options.structure import parameters as arguments_of
@@ -75,7 +76,9 @@ def weights_of(model: nn.Module) -> list[Weight]:
             return "kernel"
         return {0: "vector", 1: "vector", 2: "matrix"}.get(parameter.ndim, "other")
 
-    return [Weight(plain_name(name), parameter, role(parameter)) for name, parameter in model.named_parameters()]
+    out = set(left_out(model))
+    named = [(name, parameter) for name, parameter in model.named_parameters() if name not in out]
+    return [Weight(plain_name(name), parameter, role(parameter)) for name, parameter in named]
 
 
 def without_decay(weights: Sequence[Weight], patterns: Sequence[str]) -> list[Weight]:

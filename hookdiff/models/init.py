@@ -10,6 +10,7 @@ from attrs import define, field
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from hookdiff.models.base import has_base
 from hookdiff.options.fields import about
 
 LAYERS = (nn.Linear, _ConvNd)
@@ -41,6 +42,12 @@ class Initialisation:
             "some classes do; the log names the layer"
         ),
     )
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError if an option would replace weights of `model` that come from a folder."""
+        is_set = {"init": self.init != "default", "zero_output": self.zero_output}
+        for key in [key for key in is_set if is_set[key] and has_base(model)]:
+            raise ValueError(f"{key}: the weights come from a folder, and this would replace them; leave it out")
 
     @torch.no_grad()
     def apply(self, model: nn.Module, output: str | None) -> None:

@@ -280,10 +280,11 @@ class EMA:
             raise ValueError(f"the saved averages are {', '.join(labels)}, those of the run {', '.join(of_run)}")
         if len(saved.ema.still) != len(labels):
             raise ValueError(f"{KEY}.still: there are {len(labels)} averages")
-        parameters = dict(model.named_parameters(remove_duplicate=False))
         expected = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        every = model.named_parameters(remove_duplicate=False)
+        parameters = {name: parameter for name, parameter in every if name in expected}
         for label, values in zip(labels, saved.averages, strict=True):
-            if differing := values.keys() ^ (expected.keys() | parameters.keys()):
+            if differing := values.keys() ^ expected.keys():
                 raise ValueError(f"{label} is of another model: only one of the two has {min(differing)!r}")
             for name, parameter in parameters.items():
                 shape, dtype = parameter.shape, torch.promote_types(parameter.dtype, torch.float32)

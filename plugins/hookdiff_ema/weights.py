@@ -11,6 +11,8 @@ from hookdiff.machine import local, local_parts
 class Weights:
     """The parameters of `model`: `tensors` has each of them once, by name, in at least float32, on `device`.
 
+    Weights that the state of `model` leaves out, such as those of a frozen base, are left out here, too.
+
     Parameters that have this device and dtype are used directly. The others are copied: after `fetch` and `wait`, the
     copies have the values at the call of `fetch`. Copies from a GPU to the host have the dtype of the weights.
     """
@@ -18,9 +20,11 @@ class Weights:
     def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
         self._model = model
         # Listed only once: parameters keep their addresses, and a walk over the modules costs more than an update.
-        self._parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        first = {parameter: name for name, parameter in model.named_parameters()}
-        self.names = {key: first[parameter] for key, parameter in model.named_parameters(remove_duplicate=False)}
+        state = model.state_dict()
+        self._parameters = {name: value.detach() for name, value in model.named_parameters() if name in state}
+        first = {parameter: name for name, parameter in model.named_parameters() if name in state}
+        every = model.named_parameters(remove_duplicate=False)
+        self.names = {key: first[parameter] for key, parameter in every if parameter in first}
         landed = {name: _landed(value, device or value.device) for name, value in self._parameters.items()}
         self.tensors = {name: _widened(value) for name, value in landed.items()}
         self._travels = _pairs(self._parameters, landed)

@@ -88,6 +88,7 @@ def test_every_example_is_accepted_whole_too(path: Path, validator: Any) -> None
         ({"plugins": {"emaa": {}}}, ["'emaa'", "'ema'"]),
         ({"plugins": {"mine": {"x": 1}}, "run": {"steps": 1, "plugins": ["my:Mine"]}}, []),
         ({"model": {"use": "my:Net", "x": 1}}, []),
+        ({"model": {"use": "pretrained", "path": "x", "of_its_class": 1}}, []),
         ({"sampling": {"sampler": {"use": "my:Sampler", "x": 1}}}, []),
     ],
 )

@@ -1,0 +1,60 @@
+"""The network in a folder of diffusers, with its weights: `[model] use = "pretrained"`."""
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from torch import nn
+
+from hookdiff import UserError
+from hookdiff.options import Fitted, Fixed, fitted_by
+from hookdiff_pretrained.folder import NetworkFolder
+from hookdiff_pretrained.load import load
+
+
+def _fit(table: Mapping[str, Any]) -> Fitted:
+    """Return the part with the keys of the network in the folder that `table` names, and the values in its config."""
+    if (path := table.get("path")) is None:
+        raise UserError("pretrained needs path")
+    if not isinstance(path, str):  # which is refused as any wrong value is
+        return Fitted(pretrained)
+    folder = NetworkFolder.at(Path(path).expanduser())
+    own = inspect.signature(pretrained).parameters
+    theirs = {name: each for name, each in folder.parameters().items() if name not in own}
+    values = {name: folder.config.get(name, each.default) for name, each in theirs.items()}
+
+    def make(path: str, digest: str | None = None, gradient_checkpointing: bool = False, **options: Any) -> nn.Module:
+        network: Any = load(folder, {**values, **options}, digest)
+        if gradient_checkpointing:
+            network.enable_gradient_checkpointing()
+        made: nn.Module = network
+        return made
+
+    parameters = [*own.values(), *(each.replace(kind=each.KEYWORD_ONLY) for each in theirs.values())]
+    make.__signature__ = inspect.signature(pretrained).replace(parameters=parameters)  # type: ignore[attr-defined]
+    make.__module__ = folder.kind.__module__  # whose names the annotations use
+    return Fitted(make, values)
+
+
+@fitted_by(_fit)
+def pretrained(
+    path: str,
+    digest: Annotated[str | None, Fixed("the run trains on top of these weights")] = None,
+    gradient_checkpointing: bool = False,
+) -> nn.Module:
+    """Make the network in a folder of diffusers, or of a pipeline of diffusers, with its weights.
+
+    Other keys are those of the network's class; they override the values in its config.json. All weights train, unless
+    a plugin freezes some. Frozen weights are not in the files of the run, which therefore needs the folder.
+
+    Args:
+        path: folder with config.json and the weights in safetensors, or of a pipeline with such a folder in it.
+        digest: hash of the weights, which the run writes itself; other weights are then refused.
+        gradient_checkpointing: recompute in the backward pass, to save memory.
+
+    Raises:
+        UserError: for a folder that cannot be used, or whose weights have another digest.
+    """
+    made: nn.Module = _fit({"path": path}).target(path, digest, gradient_checkpointing)
+    return made
