@@ -258,7 +258,11 @@ OWN_USES = {
         "hookdiff/diffusion/losses.py",
         "hookdiff/loop/loop.py",
     },
-    "lr": {"hookdiff/models/adamw.py", "hookdiff/models/optimizer_state.py"},  # the rate of a group of weights
+    "lr": {  # the rate of a group of weights
+        "hookdiff/experiment/optimizers.py",
+        "hookdiff/models/adamw.py",
+        "hookdiff/models/optimizer_state.py",
+    },
     "memory": {  # a place to keep decoded pictures
         "hookdiff/encoding/encoder.py",
         "hookdiff/images/loader.py",

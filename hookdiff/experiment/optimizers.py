@@ -19,7 +19,7 @@ from hookdiff.machine.dtensor import is_sharded, is_unsupported
 from hookdiff.models.base import left_out
 from hookdiff.models.names import plain_name
 from hookdiff.options.fields import about
-from hookdiff.options.structure import parameters as arguments_of
+from hookdiff.options.structure import numbers, parameters as arguments_of
 
 if TYPE_CHECKING:
     from hookdiff.experiment.part import Part
@@ -44,6 +44,14 @@ class Groups:
         metadata=about(
             'patterns of names of weights without weight decay, such as `"*.pos_embed"`; "auto": biases, norms, '
             "embeddings, and all other weights of one dimension; `[]`: none"
+        ),
+    )
+    rates: Mapping[str, float] = field(
+        factory=dict,
+        validator=numbers(least=0),
+        metadata=about(
+            "factors of the learning rate by patterns of names of weights, such as "
+            '`{ "*attn2*" = 0.1 }`; of several that match a name, the first counts'
         ),
     )
 
@@ -124,8 +132,33 @@ def build_optimizers(part: Part, model: nn.Module) -> Any:
 
     Raises ConfigError for an optimizer that cannot be made, or fails in a step.
     """
-    weights = without_decay(weights_of(model), part.of(Groups).no_decay)
+    shared = part.of(Groups)
+    weights = without_decay(weights_of(model), shared.no_decay)
     check_trainable(model)
+    made = _built(part, weights)
+    _set_rates([made] if isinstance(made, Optimizer) else made, weights, shared.rates)
+    return made
+
+
+def _set_rates(optimizers: Iterable[Optimizer], weights: Sequence[Weight], rates: Mapping[str, float]) -> None:
+    """Give the weights that match a pattern of `rates` a group of their own, in which `lr` is multiplied."""
+    left = list(weights)
+    for pattern, factor in rates.items():
+        names = matching(weights, [pattern], "rates")
+        chosen = {weight.parameter for weight in left if weight.name in names}
+        left = [weight for weight in left if weight.name not in names]
+        for optimizer in optimizers:
+            for group in list(optimizer.param_groups):
+                moved = [parameter for parameter in group["params"] if parameter in chosen]
+                if moved and len(moved) == len(group["params"]):
+                    group["lr"] *= factor
+                elif moved:
+                    group["params"] = [parameter for parameter in group["params"] if parameter not in chosen]
+                    name = f"{group.get('name', 'all')}_x{factor:g}"  # in the names of logged rates
+                    optimizer.add_param_group({**group, "params": moved, "lr": group["lr"] * factor, "name": name})
+
+
+def _built(part: Part, weights: Sequence[Weight]) -> Any:
     if not inspect.isclass(part.target):
         return part.build(weights)
     known = arguments_of(part.target)
@@ -144,7 +177,7 @@ def build_optimizers(part: Part, model: nn.Module) -> Any:
 def check_patterns(part: Part, model: nn.Module) -> None:
     """Raise ConfigError if a pattern of [optimizer] matches no weight of `model`, which may be on the meta device."""
     weights = without_decay(weights_of(model), part.of(Groups).no_decay)
-    for key, patterns in patterns_of(part).items():
+    for key, patterns in {**patterns_of(part), "rates": part.of(Groups).rates}.items():
         matching(weights, patterns, key)
 
 

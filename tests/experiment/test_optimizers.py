@@ -281,6 +281,27 @@ def test_a_probe_refuses_patterns_that_name_no_weight(tmp_path: Path) -> None:
     try_config(load(tmp_path, use="muon", adamw=["patch_in.*"]))
 
 
+@pytest.mark.parametrize("use", ["adamw", "muon"])
+def test_rates_multiply_the_learning_rate_of_the_weights_that_match(tmp_path: Path, use: str) -> None:
+    rates = {"blocks.*": 0.5, "*in.*": 0.0}  # the first pattern that matches counts
+    with build_loop(load(tmp_path, use=use, lr=2**-8, rates=rates), tmp_path / "run") as loop:
+        before, names = weights(loop), dict(loop.model.named_parameters())
+        groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
+        found = {parameter: group["lr"] for group in groups for parameter in group["params"]}
+        slow = {name for name in names if name.startswith("blocks.")}
+        expected = {name: 2**-9 if name in slow else 0.0 if "in." in name else 2**-8 for name in names}
+        assert {name: found[parameter] for name, parameter in names.items()} == expected
+        for _ in loop.steps():  # in the first ones the weights before a layer of zeros get no gradient
+            pass
+        still = [name for name, value in weights(loop).items() if torch.equal(value, before[name])]
+    assert slow.isdisjoint(still)
+    assert {"patch_in.weight", "patch_in.bias"} <= {*still}
+    with refused(ConfigError, "optimizer.rates", "'patch_inn.*'", "'patch_in."):
+        try_config(load(tmp_path, rates={"patch_inn.*": 0.1}))
+    with refused(ConfigError, "optimizer.rates", "-1.0"):
+        load(tmp_path, rates={"blocks.*": -1.0})
+
+
 @pytest.mark.cuda
 def test_a_probe_tries_the_optimizer_on_the_device_of_the_run(tmp_path: Path) -> None:
     config = load(tmp_path, "run.device=cuda", use="radam", capturable=True)

@@ -72,6 +72,7 @@ OWN: dict[str, tuple[list[Any], list[Any]]] = {
     "data.held_out": ([1.0, -1, -0.5, NAN], [0, 0.5, 7]),
     "model.start_from": ([""], ["x"]),
     "model.start_partial": ([True], [False]),
+    "optimizer.rates": ([{"a": -1.0}, {"a": NAN}, {"a": INF}], [{"a": 0.0}, {"a": 2}]),
     "diffusion.prediction": (["epsilon"], ["sample"]),
     "diffusion.times": ([], ["log_normal"]),
     "diffusion.data_mean": ([[0.1, NAN]], [[0.1, -0.1]]),
@@ -209,7 +210,7 @@ def of_wrong_type(hint: Any) -> Iterator[Wrong]:
     kinds = kinds_of(hint)
     for table in (kind for kind in kinds if typing.get_origin(kind) is Mapping):
         (_, of_each) = typing.get_args(table)
-        yield from (({"a": value}, fact) for value, fact in of_wrong_type(of_each))
+        yield from (({"a": value}, *facts) for value, *facts in of_wrong_type(of_each))
         yield from ((value, "expected a table") for value, *_ in VALUES if not isinstance(value, dict))
         return
     is_short = any(typing.get_origin(kind) is tuple and ... not in typing.get_args(kind) for kind in kinds)

@@ -31,8 +31,8 @@ def validator() -> Any:
 
 def cannot_be_expressed(value: Any) -> bool:
     """Return whether a refusal needs more than a type, a name or a limit: NaN, infinity, 65 bits, a zero byte."""
-    if isinstance(value, list):
-        return any(map(cannot_be_expressed, value))
+    if isinstance(value, list | dict):
+        return any(map(cannot_be_expressed, value.values() if isinstance(value, dict) else value))
     if isinstance(value, str):
         return "\0" in value
     return isinstance(value, int | float) and (not math.isfinite(value) if isinstance(value, float) else value >= 2**63)
