@@ -28,7 +28,8 @@ def load(folder: NetworkFolder, options: Mapping[str, Any], digest: str | None) 
     with _without_values():
         network: Any = folder.kind(**options)
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    needed = {name for name, _ in network.named_parameters()} | (shapes.keys() & weights.shapes.keys())
+    trained = {name for name, _ in network.named_parameters()}
+    needed = trained | (shapes.keys() & weights.shapes.keys())
     unfit = [
         *(f"missing {name}" for name in sorted(needed - weights.shapes.keys())),
         *(f"unexpected {name}" for name in sorted(weights.shapes.keys() - shapes.keys())),
@@ -51,7 +52,7 @@ def load(folder: NetworkFolder, options: Mapping[str, Any], digest: str | None) 
             f"has model.digest = {digest}; name the folder with these weights by --set {KEY}=DIR"
         )
     values = {name: value.to(_dtype(value)) for name, value in weights.tensors(weights.shapes)}
-    if broken := sorted(name for name, value in values.items() if not value.isfinite().all()):
+    if broken := sorted(name for name in trained if not values[name].isfinite().all()):  # a buffer may mask with -inf
         raise UserError(f"{KEY}: {weights.path}: {listed(broken, 3)} has values that are not finite")
     network.load_state_dict(values, strict=False, assign=True)
     mark_base(network, digest=found)
