@@ -21,8 +21,8 @@ def _fit(table: Mapping[str, Any]) -> Fitted:
         return Fitted(pretrained)
     folder = NetworkFolder.at(Path(path).expanduser())
     own = inspect.signature(pretrained).parameters
-    theirs = {name: each for name, each in folder.parameters().items() if name not in own}
-    values = {name: folder.config.get(name, each.default) for name, each in theirs.items()}
+    theirs = {each: value for each, value in folder.arguments().items() if each.name not in own}
+    values = {each.name: value for each, value in theirs.items()}
 
     def make(path: str, digest: str | None = None, gradient_checkpointing: bool = False, **options: Any) -> nn.Module:
         network: Any = load(folder, {**values, **options}, digest)
@@ -31,7 +31,7 @@ def _fit(table: Mapping[str, Any]) -> Fitted:
         made: nn.Module = network
         return made
 
-    parameters = [*own.values(), *(each.replace(kind=each.KEYWORD_ONLY) for each in theirs.values())]
+    parameters = [*own.values(), *(each.replace(kind=each.KEYWORD_ONLY) for each in theirs)]
     make.__signature__ = inspect.signature(pretrained).replace(parameters=parameters)  # type: ignore[attr-defined]
     make.__module__ = folder.kind.__module__  # whose names the annotations use
     return Fitted(make, values)

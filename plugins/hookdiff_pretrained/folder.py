@@ -12,6 +12,7 @@ from torch import nn
 from hookdiff import UserError, nearest
 from hookdiff.disk import INDEX, Weights
 from hookdiff.encoding import file_in, table_in, weights_in
+from hookdiff.options import structured
 
 KEY = "model.path"
 CONFIG, _PIPELINE = "config.json", "model_index.json"
@@ -21,12 +22,11 @@ _NETWORKS = ("unet", "transformer")  # folders of a pipeline
 
 @define(frozen=True)
 class NetworkFolder:
-    """A folder with config.json and weights. `pipeline`: the folder around it, if it is one of a pipeline."""
+    """A folder with config.json and weights, and the class that it names."""
 
     path: Path
     config: Mapping[str, Any]
     kind: type[nn.Module]
-    pipeline: Path | None = None
 
     @classmethod
     def at(cls, path: Path) -> "NetworkFolder":
@@ -44,13 +44,17 @@ class NetworkFolder:
         if path.is_dir() and not file_in(path, CONFIG, KEY) and file_in(path, _PIPELINE, KEY):
             inner = next((path / name for name in _NETWORKS if (path / name).is_dir()), path)
         config = table_in(inner, CONFIG, "network of diffusers", lambda table: "_class_name" in table, KEY)
-        around = inner.parent if file_in(inner.parent, _PIPELINE, KEY) else None
-        return cls(inner, config, _class_of(config, inner / CONFIG), around)
+        return cls(inner, config, _class_of(config, inner / CONFIG))
 
-    def parameters(self) -> dict[str, inspect.Parameter]:
-        """Return the arguments of the class by name; one whose type its value does not fit has no type."""
-        known = dict(inspect.signature(self.kind).parameters)
-        return {name: each for name, each in known.items() if each.kind is not each.VAR_KEYWORD}
+    def arguments(self) -> dict[inspect.Parameter, Any]:
+        """Return the arguments of the class, with their values.
+
+        Some types of diffusers are wrong, such as `int | tuple[int]` for a list of any length. An argument with a type
+        that its own value does not fit has none.
+        """
+        known = inspect.signature(self.kind).parameters.values()
+        values = {each: self.config.get(each.name, each.default) for each in known if each.kind is not each.VAR_KEYWORD}
+        return {each if _fits(each, value) else each.replace(annotation=Any): value for each, value in values.items()}
 
     def weights(self) -> Weights:
         """Find the weights: by their index, else in the usual file, else in the only one.
@@ -61,6 +65,14 @@ class NetworkFolder:
         return weights_in(self.path, (_USUAL.removesuffix(".safetensors") + INDEX, _USUAL), KEY)
 
 
+def _fits(argument: inspect.Parameter, value: Any) -> bool:
+    try:
+        structured(argument.annotation, value)
+    except ValueError:
+        return False
+    return True
+
+
 def _class_of(config: Mapping[str, Any], where: Path) -> type[nn.Module]:
     if find_spec("diffusers") is None:
         raise UserError(f"{KEY}: a network of diffusers needs a package: pip install 'hookdiff[diffusers]'")
@@ -68,8 +80,10 @@ def _class_of(config: Mapping[str, Any], where: Path) -> type[nn.Module]:
 
     name = config.get("_class_name")
     kind = getattr(diffusers, name, None) if isinstance(name, str) else None
-    if not (inspect.isclass(kind) and issubclass(kind, nn.Module)):
+    if not (inspect.isclass(kind) and issubclass(kind, diffusers.ModelMixin)):
         networks = [each for each in dir(diffusers) if each.endswith(("Model", "Transformer2DModel"))]
         expected = f"a network of diffusers{nearest(str(name), networks)}"
         raise UserError(f"{KEY}: {where}: _class_name = {name!r}; expected {expected}")
-    return kind
+    network: Any = kind
+    found: type[nn.Module] = network
+    return found

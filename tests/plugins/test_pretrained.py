@@ -7,7 +7,7 @@ import pytest
 import tomli
 import tomli_w
 import torch
-from diffusers import UNet2DModel
+from diffusers import UNet2DConditionModel, UNet2DModel
 from safetensors.torch import load_file, save_file
 
 from hookdiff import build_loop, load_config
@@ -71,6 +71,17 @@ def test_a_trial_reads_no_weights(here: Path) -> None:
     with torch.device("meta"):
         made = build_model(load_config("c.toml", settings=[f"model.digest={'0' * 32}"]).model)
     assert {value.device.type for value in made.parameters()} == {"meta"}
+
+
+def test_what_is_written_to_the_config_of_a_run_is_read_again(here: Path) -> None:
+    """The type of `attention_head_dim` in diffusers has no list of two numbers, which SDXL has."""
+    blocks = {"down_block_types": ("CrossAttnDownBlock2D",) * 2, "up_block_types": ("CrossAttnUpBlock2D",) * 2}
+    sizes: dict[str, Any] = {"block_out_channels": (8, 16), "norm_num_groups": 4, "attention_head_dim": (2, 4)}
+    UNet2DConditionModel(8, 1, 1, **blocks, **sizes, cross_attention_dim=8).save_config("base")
+    table = load_config("c.toml").resolved()
+    assert table["model"]["attention_head_dim"] == [2, 4]
+    Path("d.toml").write_text(tomli_w.dumps(table))
+    assert load_config("d.toml").resolved()["model"] == table["model"]
 
 
 def test_the_network_of_a_pipeline_is_found(here: Path, network: Any) -> None:
