@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from hookdiff import Batch, ConfigError, InMemory, Loop, LoopConfig, SampleRequest, build_loop, load_config
 from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling
-from tests.conftest import SMALL, ran, refused
-from tests.diffusion.conftest import generators, seeded
+from hookdiff.testing import assert_same
+from tests.conftest import SMALL, Command, Succeed, ran, refused
+from tests.diffusion.conftest import brightness, generators, seeded
 
 CAPTIONS = torch.arange(1, 13).float().reshape(12, 1) / 12
 
@@ -37,10 +38,6 @@ def loop(net: nn.Module, **options: Any) -> Loop:
     objective = Diffusion(prediction="sample", **{"conditions": "caption", **options})
     optimizer, config = torch.optim.SGD(net.parameters(), lr=0), LoopConfig(steps=3, batch_size=4)
     return Loop(net, optimizer, objective, data, config, sampler=Sampling(steps=2, clipping="none"))
-
-
-def brightness(images: Tensor) -> list[float]:
-    return images.mean((1, 2, 3)).tolist()
 
 
 def of(num: int) -> Batch:
@@ -96,20 +93,12 @@ def test_shares_of_a_table_are_drawn_each_on_their_own() -> None:
     options: dict[str, Any] = {"conditional": True, "conditions": ("caption", "number"), "label_dropout": shares}
     drawn = Diffusion(**options).draw(batch, seeded()).draws
     no_label, no_caption, nothing = drawn["labels"] == -1, drawn["caption"][:, 0, 0] == 0, drawn["number"] == 0
-
-    def share(gone: Tensor) -> float:
-        return float(gone.double().mean())
-
-    assert share(nothing) == pytest.approx(0.1, abs=0.01)  # the number alone is never dropped
-    assert share(no_label) == pytest.approx(1 - 0.9 * 0.7, abs=0.01)
-    assert share(no_caption) == pytest.approx(1 - 0.9 * 0.8, abs=0.01)
-    assert share(no_label & no_caption) == pytest.approx(0.1 + 0.9 * 0.3 * 0.2, abs=0.01)
+    dropped = (nothing, no_label, no_caption, no_label & no_caption)
+    expected = [0.1, 1 - 0.9 * 0.7, 1 - 0.9 * 0.8, 0.1 + 0.9 * 0.3 * 0.2]  # the number alone is never dropped
+    assert [float(gone.double().mean()) for gone in dropped] == pytest.approx(expected, abs=0.01)
     assert not (nothing & ~(no_label & no_caption)).any()
-    whole = Diffusion(**{**options, "label_dropout": {"all": 0.1}}).draw(batch, seeded()).draws
-    assert all(
-        torch.equal(whole[name], one)
-        for name, one in Diffusion(**{**options, "label_dropout": 0.1}).draw(batch, seeded()).draws.items()
-    )
+    both = (Diffusion(**options | {"label_dropout": share}).draw(batch, seeded()) for share in ({"all": 0.1}, 0.1))
+    assert_same(*(drawn.draws for drawn in both))
     with refused(ValueError, "'label_dropout'", "'captoin'", "'caption'"):
         Diffusion(conditions="caption", label_dropout={"captoin": 0.1})
     with refused(ValueError, "'label_dropout'", "1.5"):
@@ -123,8 +112,8 @@ def test_the_parts_of_a_text_are_dropped_with_it() -> None:
     drawn = Diffusion(conditions=tuple(given), label_dropout=shares).draw(batch, seeded()).draws
     gone = {name: drawn[name][:, 0] == 0 for name in given}
     assert torch.equal(gone["text"], gone["text_mask"])
-    assert float(gone["text"].double().mean()) == pytest.approx(0.3, abs=0.04)
-    assert float(gone["text_pooled"].double().mean()) == pytest.approx(0.5, abs=0.04)
+    means = [float(gone[name].double().mean()) for name in ("text", "text_pooled")]
+    assert means == pytest.approx([0.3, 0.5], abs=0.04)
     assert not gone["texture"].any()
 
 
@@ -161,9 +150,8 @@ def test_the_network_gets_conditions_by_its_own_keywords() -> None:
     diffusion(net, diffusion.draw(batch, seeded()))
     (given,) = calls
     assert torch.equal(given["encoder_hidden_states"], batch.conditions["caption"])
-    assert given["added"].keys() == {"text", "ids"}
     assert torch.equal(given["added"]["ids"], batch.conditions["number"])
-    assert diffusion.condition_names == ("caption", "number")
+    assert (given["added"].keys(), diffusion.condition_names) == ({"text", "ids"}, ("caption", "number"))
 
 
 def test_nothing_is_what_the_feed_says_or_zeros() -> None:
@@ -245,9 +233,8 @@ def test_sampling_slices_its_conditions_and_refuses_others() -> None:
 def test_a_loop_samples_with_given_conditions_or_those_of_training_samples() -> None:
     with loop(Net()) as running:
         own = torch.tensor([[0.9], [0.1], [0.5]])
-        assert brightness(running.sample(SampleRequest(3, conditions={"caption": own})).images) == pytest.approx(
-            [0.9, 0.1, 0.5]
-        )
+        made = running.sample(SampleRequest(3, conditions={"caption": own})).images
+        assert brightness(made) == pytest.approx([0.9, 0.1, 0.5])
         taken = CAPTIONS.flatten().tolist()
         assert brightness(running.sample(SampleRequest(3, start=10)).images) == pytest.approx([*taken[10:], taken[0]])
         evaluated = brightness(running.sample(SampleRequest(40, stream="evaluate")).images)
@@ -314,27 +301,21 @@ def tables(user_module: Callable[[str, str], None]) -> dict[str, Any]:
 
 @pytest.mark.wide
 def test_runs_of_a_config_get_conditions_and_sample_with_them(
-    tables: dict[str, Any],
-    write_config: Callable[..., Path],
-    hookdiff: Callable[..., tuple[int, str, str]],
-    succeed: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tables: dict[str, Any], write_config: Callable[..., Path], hookdiff: Command, succeed: Succeed, here: Path
 ) -> None:
     plugins = ["samples", "checkpoint", "loss", "nan", "debug", "memory", "spectral"]
     tables["data"]["held_out"] = 8
     tables["run"] = {"steps": 6, "batch_size": 16, "plugins": plugins, "micro_batch": 5, "log_every": 2}
     config = write_config(**tables, plugins={"samples": {"every": 3, "num": 4}})
-    succeed("run", config, "--out", tmp_path / "run")
-    assert len(list((tmp_path / "run" / "samples").glob("step-*.png"))) == 2
-    assert "5 images" in succeed("sample", tmp_path / "run", "--num", 5, "--guidance-scale", 2, "--trust")
-    monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.iterdir())
+    succeed("run", config, "--out", here / "run")
+    assert len(list((here / "run" / "samples").glob("step-*.png"))) == 2
+    assert "5 images" in succeed("sample", here / "run", "--num", 5, "--guidance-scale", 2, "--trust")
+    before = sorted(here.iterdir())
     for command in ("memory", "doctor", "data"):
         code, out, err = hookdiff(command, config, *(["--steps", 4] if command == "doctor" else []))
         assert code in ((0, 1) if command == "doctor" else (0,)), err
         assert out
-    assert sorted(tmp_path.iterdir()) == before
+    assert sorted(here.iterdir()) == before
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ from hookdiff.diffusion.process import EDM, VP, Flow, Process
 from hookdiff.diffusion.schedules import Schedule
 from hookdiff.diffusion.times import LogitNormal, LogNormal, Times, UniformTimes
 from hookdiff.diffusion.weighting import EDMWeighting, MinSNR, UniformWeighting, Weighting
+from hookdiff.testing import assert_same
 from tests.conftest import refused
 from tests.diffusion.conftest import FLOORS, PAIRS, PROCESSES, SHORT, SOME_PAIRS, seeded
+from tests.networks.conftest import grad_of
 
 
 def images(num: int = 8) -> Batch:
@@ -82,8 +84,7 @@ def test_loss_equals_a_few_lines_of_torch(process: str, prediction: str) -> None
     torch.testing.assert_close(output.loss, expected, rtol=1e-4, atol=1e-5)
     assert output.per_sample is not None
     assert output.log_snr is not None
-    assert output.loss.requires_grad
-    assert output.per_sample.requires_grad
+    assert (output.loss.requires_grad, output.per_sample.requires_grad) == (True, True)
     assert output.per_sample.shape == output.log_snr.shape == (8,)
     torch.testing.assert_close(output.per_sample.mean(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(output.log_snr, log_snr.float(), rtol=1e-4, atol=1e-3)
@@ -108,19 +109,15 @@ def test_the_loss_is_the_weighted_mean_of_the_errors(weighting: str, loss: Loss)
     assert output.per_sample is not None
     torch.testing.assert_close(output.per_sample, per_sample.detach())  # per_sample is not weighted
     output.loss.backward()
-    assert net.conv.weight.grad is not None
-    assert net.conv.weight.grad.isfinite().all()
+    assert grad_of(net.conv.weight).isfinite().all()
 
 
 def test_draw_adds_noise_and_timesteps() -> None:
     batch = attrs.evolve(images(4000), draws={"flip": torch.ones(4000)})
     batch = Diffusion(VP("cosine", 10)).draw(batch, seeded())
     noise, timesteps = batch.draws["noise"], batch.draws["timesteps"]
-    assert noise.shape == batch.inputs.shape
-    assert noise.dtype == torch.float32
-    assert float(noise.mean()) == pytest.approx(0, abs=0.01)
-    assert float(noise.std()) == pytest.approx(1, abs=0.01)
-    assert timesteps.dtype == torch.int64
+    assert (noise.shape, noise.dtype, timesteps.dtype) == (batch.inputs.shape, torch.float32, torch.int64)
+    assert (float(noise.mean()), float(noise.std())) == pytest.approx((0, 1), abs=0.01)
     assert timesteps.bincount().tolist() == pytest.approx([400] * 10, abs=80)
     assert "flip" in batch.draws  # earlier draws stay
     assert "labels" not in batch.draws
@@ -139,10 +136,7 @@ def test_draw_depends_on_the_generator_alone(diffusion: Diffusion) -> None:
         second = diffusion.draw(labelled(), seeded(3)).draws
     finally:
         torch.set_default_dtype(torch.float32)
-    assert first.keys() == second.keys()
-    for name, drawn in first.items():
-        assert torch.equal(drawn, second[name])
-        assert drawn.dtype == second[name].dtype
+    assert_same(first, second)
 
 
 def test_the_network_gets_labels_and_some_are_left_out() -> None:
@@ -183,8 +177,7 @@ def test_micro_batches_add_up_to_the_batch(diffusion: Diffusion) -> None:
     net = Net()
     batch = diffusion.draw(labelled(), seeded())
     diffusion(net, batch).loss.backward()
-    assert net.conv.weight.grad is not None
-    whole, net.conv.weight.grad = net.conv.weight.grad, None
+    whole, net.conv.weight.grad = grad_of(net.conv.weight), None
     for rows in (slice(0, 5), slice(5, 8)):
         part = batch[rows]
         (diffusion(net, part).loss * len(part) / part.total).backward()
@@ -207,12 +200,10 @@ def test_autocast_touches_only_the_network(diffusion: Diffusion) -> None:
         assert net(*net.seen).dtype == torch.bfloat16
     seen, timesteps = net.seen
     assert torch.equal(seen, x_t)  # float32, to the bit
-    assert seen.dtype == output.loss.dtype == torch.float32
     assert torch.equal(timesteps, time)
-    assert timesteps.dtype == time.dtype
+    assert (seen.dtype, output.loss.dtype, timesteps.dtype) == (torch.float32, torch.float32, time.dtype)
     if has_timesteps:
-        assert timesteps.dtype == torch.int64
-        assert timesteps.tolist() == [999] * 8
+        assert (timesteps.dtype, timesteps.tolist()) == (torch.int64, [999] * 8)
         assert timesteps.bfloat16().tolist() == [1000] * 8  # bfloat16 would round 999 to 1000
     torch.testing.assert_close(output.loss, plain.loss, rtol=1e-2, atol=0)
 
@@ -227,8 +218,7 @@ def test_a_network_may_output_bfloat16(loss: str) -> None:
     assert output.loss.dtype == torch.float32
     assert torch.equal(output.loss, expected.loss)
     output.loss.backward()
-    assert net.conv.weight.grad is not None
-    assert net.conv.weight.grad.dtype == torch.float32
+    assert grad_of(net.conv.weight).dtype == torch.float32
 
 
 @pytest.mark.parametrize(("process", "prediction", "s", "floor"), FLOORS)
@@ -290,8 +280,7 @@ def test_loss_and_gradient_are_finite_at_the_ends(process: str, prediction: str,
     loss = diffusion(net, batch).loss
     loss.backward()
     assert loss.isfinite()
-    assert net.conv.weight.grad is not None
-    assert net.conv.weight.grad.isfinite().all()
+    assert grad_of(net.conv.weight).isfinite().all()
 
 
 def test_the_network_sees_normalized_images() -> None:
@@ -360,10 +349,9 @@ def test_wrong_output_shape_is_an_error() -> None:
 )
 def test_each_process_has_its_defaults(process: str, prediction: Prediction, times: Times) -> None:
     diffusion = Diffusion(process)
-    assert diffusion.process == Process.known[process]()
-    assert (diffusion.prediction, diffusion.times) == (prediction, times)
+    expected = (Process.known[process](), prediction, times, MSE())
+    assert (diffusion.process, diffusion.prediction, diffusion.times, diffusion.loss) == expected
     assert diffusion.weighting == (MinSNR() if process == "vp" else UniformWeighting())
-    assert diffusion.loss == MSE()
     assert Diffusion().process == Flow()
 
 

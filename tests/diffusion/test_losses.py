@@ -19,7 +19,6 @@ def test_formulas(output: float, target: float, delta: float) -> None:
 def test_the_error_is_computed_for_each_pixel(name: str) -> None:
     output, target = torch.randn(2, 3, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     error = Loss.of(name)(output, target)
-    assert error.shape == output.shape
-    assert error.dtype == torch.float32
+    assert (error.shape, error.dtype) == (output.shape, torch.float32)
     assert torch.equal(error[1], Loss.of(name)(output[1], target[1]))
     assert (error > 0).all()

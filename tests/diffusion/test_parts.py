@@ -21,7 +21,7 @@ from hookdiff.diffusion.solvers import DDIM, DDPM, Heun
 from hookdiff.diffusion.spacing import Shifted
 from hookdiff.diffusion.times import LogitNormal, LogNormal
 from hookdiff.diffusion.weighting import P2, EDMWeighting, MinSNR
-from tests.conftest import SMALL, check_facts, finish, records, refused, wide
+from tests.conftest import SMALL, check_facts, finish, output, records, refused, wide
 from tests.diffusion.conftest import generators, pointwise, seeded
 
 Load = Callable[..., Any]
@@ -252,8 +252,7 @@ def test_all_of_a_strangers_parts_work_in_one_run(
     first = tomli.loads(own.read_text())
     for key, part in strangers.items():
         assert at(first, key).items() >= part.items()
-    code, _, err = finish(start(elsewhere, "run", own, "--resume", "--trust", "--set", "run.steps=5", PYTHONPATH=""))
-    assert code == 0, err
+    output(finish(start(elsewhere, "run", own, "--resume", "--trust", "--set", "run.steps=5", PYTHONPATH="")))
     again = tomli.loads(own.read_text())
     assert (first["run"].pop("steps"), again["run"].pop("steps")) == (3, 5)
     assert again == first
@@ -293,9 +292,8 @@ def test_a_part_that_is_no_attrs_class_must_keep_its_options(install: Load, load
     config = load_small(diffusion={"loss": {"use": "hd_plain:Keeps", "power": 3.0}})
     assert config.diffusion.build().loss.power == 3.0
     assert config.resolved()["diffusion"]["loss"] == {"use": "hd_plain:Keeps", "power": 3.0}
-    assert load_small(diffusion={"loss": "hd_plain:NoOptions"}).resolved()["diffusion"]["loss"] == {
-        "use": "hd_plain:NoOptions"
-    }
+    recorded = load_small(diffusion={"loss": "hd_plain:NoOptions"}).resolved()
+    assert recorded["diffusion"]["loss"] == {"use": "hd_plain:NoOptions"}
     with refused(ConfigError, "diffusion.loss.power", "number", "'x'"):
         load_small(diffusion={"loss": {"use": "hd_plain:Keeps", "power": "x"}})
     with refused(ConfigError, "diffusion.loss", "Loses", "'exponent'", "attrs"):
@@ -365,6 +363,7 @@ def parts_of(diffusion: Diffusion) -> list[Any]:
 
 
 VP_20 = {"use": "vp", "schedule": "cosine", "timesteps": 20}
+ZERO_SNR = {"use": "vp", "rescale_betas_zero_snr": True}
 
 
 @pytest.mark.parametrize(
@@ -419,8 +418,7 @@ def test_parts_on_the_command_line(
 
 def test_parts_of_sampling_on_the_command_line(load_small: Load) -> None:
     config = load_small("sampling.sampler.eta=0.5", "sampling.guidance.scale=3", sampling={"sampler": "ddim"})
-    assert config.sampling.build().sampler == DDIM(0.5)
-    assert config.sampling.build().guidance.scale == 3
+    assert (config.sampling.build().sampler, config.sampling.build().guidance.scale) == (DDIM(0.5), 3)
     other = load_small("sampling.sampler=euler", sampling={"sampler": {"use": "ddim", "eta": 0.5}})
     assert other.sampling.build().sampler.use == "euler"
 
@@ -466,17 +464,12 @@ def test_a_config_is_recorded_with_all_options_and_the_record_loads(
 
 def test_defaults_that_follow_from_the_process_are_recorded(load_small: Load) -> None:
     recorded = load_small(diffusion={"process": {"use": "edm", "sigma_max": 50.0}}, sampling={}).resolved()
-    assert recorded["diffusion"]["process"] == {
-        "use": "edm",
-        "sigma_min": 0.002,
-        "sigma_max": 50.0,
-        "time_scale": 1000.0,
-    }
-    assert recorded["diffusion"]["prediction"] == {"use": "edm", "sigma_data": 0.5}
-    assert recorded["diffusion"]["times"] == {"use": "log_normal", "mean": -1.2, "std": 1.2, "stratified": True}
-    assert recorded["sampling"]["sampler"]["use"] == "heun"
-    assert recorded["sampling"]["spacing"] == {"use": "karras", "rho": 7.0}
-    assert recorded["sampling"]["clipping"] == {"use": "none"}
+    diffusion, sampling = recorded["diffusion"], recorded["sampling"]
+    assert diffusion["process"] == {"use": "edm", "sigma_min": 0.002, "sigma_max": 50.0, "time_scale": 1000.0}
+    assert diffusion["prediction"] == {"use": "edm", "sigma_data": 0.5}
+    assert diffusion["times"] == {"use": "log_normal", "mean": -1.2, "std": 1.2, "stratified": True}
+    assert (sampling["sampler"]["use"], sampling["clipping"]) == ("heun", {"use": "none"})
+    assert sampling["spacing"] == {"use": "karras", "rho": 7.0}
 
 
 # Refusals
@@ -504,13 +497,7 @@ def test_defaults_that_follow_from_the_process_are_recorded(load_small: Load) ->
         ({"diffusion": {"loss": "hd_nowhere:Loss"}}, "diffusion.loss", ["hd_nowhere"]),
         ({"diffusion": {"prediction": "epsilon"}}, "diffusion.prediction", ["'epsilon'", "'ddpm'"]),
         (
-            {
-                "diffusion": {
-                    "process": {"use": "vp", "rescale_betas_zero_snr": True},
-                    "prediction": "sample",
-                    "times": "log_normal",
-                }
-            },
+            {"diffusion": {"process": ZERO_SNR, "prediction": "sample", "times": "log_normal"}},
             "diffusion.times",
             ["'log_normal'", "'uniform'"],
         ),

@@ -40,17 +40,15 @@ def at(timestep: int) -> tuple[Tensor, Tensor]:
     return SCHEDULE.sqrt_alphas_cumprod[timestep], SCHEDULE.sqrt_one_minus_alphas_cumprod[timestep]
 
 
-def approx(expected: float) -> object:
+def approx(expected: Any) -> object:
     return pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_known_values_at_timestep_499() -> None:
     x0, noise = scalar(0.3), scalar(-0.7)
     x_t, v = q_sample(x0, noise, *at(499)), VPrediction().target(x0, noise, *at(499))
-    assert float(x_t) == approx(-0.587831482032)
-    assert float(v) == approx(-0.484204655835)
-    assert float(x_t**2 + v**2) == approx(0.58)
-    assert float(x0**2 + noise**2) == approx(0.58)
+    assert (float(x_t), float(v)) == approx((-0.587831482032, -0.484204655835))
+    assert (float(x_t**2 + v**2), float(x0**2 + noise**2)) == approx((0.58, 0.58))
     assert Epsilon().target(x0, noise, *at(499)) is noise
     assert SamplePrediction().target(x0, noise, *at(499)) is x0
 
@@ -82,8 +80,8 @@ def test_flow_points_from_the_image_to_the_noise(x0: float, noise: float, t: flo
     assert float(u) == noise - x0
     assert float(x_t) == approx(x0 + t * float(u))  # so d x_t / d t = u, and noise is at t = 1
     found = FlowPrediction().x0_and_noise(u, x_t, 1 - t, t)
-    assert float(found[0]) == pytest.approx(float(x_t - t * u), abs=1e-12)
-    assert float(found[1]) == pytest.approx(float(x_t + (1 - t) * u), abs=1e-12)
+    expected = [float(x_t - t * u), float(x_t + (1 - t) * u)]
+    assert [*map(float, found)] == pytest.approx(expected, abs=1e-12)
 
 
 @given(pixels, pixels, angles)
@@ -93,8 +91,7 @@ def test_v_is_a_rotation(x0: float, noise: float, angle: float) -> None:
     v = VPrediction().target(scalar(x0), scalar(noise), alpha, sigma)
     assert float(x_t**2 + v**2) == approx(x0**2 + noise**2)
     found = VPrediction().x0_and_noise(v, x_t, alpha, sigma)
-    assert float(found[0]) == approx(float(alpha * x_t - sigma * v))
-    assert float(found[1]) == approx(float(sigma * x_t + alpha * v))
+    assert [*map(float, found)] == approx([float(alpha * x_t - sigma * v), float(sigma * x_t + alpha * v)])
 
 
 def check_there_and_back(kind: Prediction, image: Tensor, eps: Tensor, alpha: float, sigma: float, atol: float) -> None:
@@ -219,8 +216,7 @@ def test_edm_table(
 def test_edm_identities(sigma: float, sigma_data: float) -> None:
     c_skip, c_out, c_in, c_noise = preconditioning(sigma_data, sigma)
     weight = float(EDMWeighting(sigma_data).weights(SamplePrediction(), scalar(1.0), scalar(sigma)))
-    assert weight * c_out**2 == approx(1)
-    assert c_in**2 * (sigma**2 + sigma_data**2) == approx(1)
+    assert (weight * c_out**2, c_in**2 * (sigma**2 + sigma_data**2)) == approx((1, 1))
     assert (1 - c_skip) ** 2 * sigma_data**2 + c_skip**2 * sigma**2 == approx(c_out**2)
     assert c_noise == approx(log(sigma) / 4)
     # so the weighted loss of a zero network is 1 at every sigma, for images with the deviation sigma_data
@@ -233,8 +229,7 @@ def test_edm_identities(sigma: float, sigma_data: float) -> None:
 def test_edm_limits(x: float, output: float, sigma_data: float) -> None:
     little, _ = EDMPrediction(sigma_data).x0_and_noise(scalar(output), scalar(x), 1.0, 1e-9)
     much, _ = EDMPrediction(sigma_data).x0_and_noise(scalar(output), scalar(x), 1.0, 1e9)
-    assert float(little) == pytest.approx(x, abs=1e-7)
-    assert float(much) == pytest.approx(sigma_data * output, abs=1e-7)
+    assert (float(little), float(much)) == pytest.approx((x, sigma_data * output), abs=1e-7)
     assert preconditioning(sigma_data, 1e9)[1] == pytest.approx(sigma_data)
 
 
@@ -260,9 +255,8 @@ def test_score_of_a_mixture(name: str) -> None:
     kind = prediction(name)
     output = kind.target(scalar(best), noise_from_x0(x, scalar(best), 1.0, sigma), 1.0, sigma)
     x0, noise = kind.x0_and_noise(output, x, 1.0, sigma)
-    assert float(x0) == approx(0.532308575658)
-    assert float(-noise / sigma) == approx(0.474099133996)
-    assert float(score) == approx(0.474099133996)
+    found = (float(x0), float(-noise / sigma), float(score))
+    assert found == approx((0.532308575658, 0.474099133996, 0.474099133996))
 
 
 @pytest.mark.parametrize("process", ["flow", VP(rescale_betas_zero_snr=True), VP("cosine", 20, True)])

@@ -20,8 +20,7 @@ def test_points_have_the_rates_of_the_tables(betas: list[float], data: st.DataOb
     process = vp(betas)
     timesteps = data.draw(st.lists(st.integers(0, len(betas) - 1), max_size=len(betas)))
     for point, t in zip(process.at_timesteps(timesteps), timesteps, strict=True):
-        assert type(point.time) is int
-        assert point.time == t
+        assert (type(point.time), point.time) == (int, t)
         assert point.alpha == pytest.approx(float(process.tables.sqrt_alphas_cumprod[t]), rel=1e-15)
         assert point.sigma == pytest.approx(float(process.tables.sqrt_one_minus_alphas_cumprod[t]), rel=1e-15)
 
@@ -31,8 +30,7 @@ def test_a_ratio_leads_back_to_its_timestep(betas: list[float]) -> None:
     process = vp(betas)
     for t, ratio in enumerate((process.tables.log_snr / -2).exp().tolist()):
         point = process.at(ratio)
-        assert type(point.time) is int  # the network gets whole timesteps as integers
-        assert point.time == t
+        assert (type(point.time), point.time) == (int, t)  # the network gets whole timesteps as integers
         assert point.alpha == pytest.approx(float(process.tables.sqrt_alphas_cumprod[t]), rel=1e-9)
         assert point.sigma == pytest.approx(float(process.tables.sqrt_one_minus_alphas_cumprod[t]), rel=1e-9)
 
@@ -43,8 +41,7 @@ def test_a_ratio_between_two_timesteps(t: int, share: float) -> None:
     ratio = float(torch.lerp(levels[t], levels[t + 1], share).exp())
     point = LINEAR.at(ratio)
     assert point.time == pytest.approx(t + share, abs=1e-8)
-    assert point.ratio == pytest.approx(ratio, rel=1e-12)
-    assert point.alpha**2 + point.sigma**2 == pytest.approx(1, rel=1e-12)
+    assert (point.ratio, point.alpha**2 + point.sigma**2) == pytest.approx((ratio, 1), rel=1e-12)
 
 
 @given(st.floats(0.0001, 0.0099) | st.floats(158, 1e4))
@@ -68,8 +65,7 @@ def test_the_nearest_timestep_of_a_ratio(betas: list[float], wanted: list[float]
 def test_the_nearest_timestep_with_zero_terminal_snr() -> None:
     process = VP(timesteps=100, rescale_betas_zero_snr=True)
     assert process.from_log_ratio(column(-20, 30)).tolist() == [0, 98]  # the last timestep has an infinite ratio
-    assert process.ends_in_noise
-    assert not LINEAR.ends_in_noise
+    assert (process.ends_in_noise, LINEAR.ends_in_noise) == (True, False)
 
 
 @given(random_betas, st.floats(0, 1, exclude_max=True))
@@ -92,8 +88,7 @@ def test_the_ratio_ranges_from_the_first_timestep_to_the_last(betas: list[float]
 
 
 def test_processes_with_the_same_options_are_equal() -> None:
-    assert VP("cosine", 50) == VP("cosine", 50)
-    assert VP("cosine", 50) != VP("cosine", 51)
+    assert VP("cosine", 50) == VP("cosine", 50) != VP("cosine", 51)
     assert Flow(3.0) != Flow()
     assert len({VP(), VP(Cosine()), EDM(), EDM(sigma_max=80.0)}) == 2
 
@@ -131,8 +126,7 @@ def test_shift_multiplies_the_ratio(t: float, k: float) -> None:
 @given(st.floats(0.01, 0.99))
 def test_flow_is_a_scaled_variance_exploding_process(t: float) -> None:
     alpha, sigma, log_snr = Flow().rates(column(t), 1)
-    assert float(sigma) == t
-    assert float(alpha) == 1 - t
+    assert (float(alpha), float(sigma)) == (1 - t, t)
     ratio = t / (1 - t)  # the sigma of EDM
     assert Flow().at(ratio).ratio == pytest.approx(ratio, rel=1e-9)
     assert float(log_snr.exp()) == pytest.approx(((1 - t) / t) ** 2, rel=1e-9)
@@ -145,8 +139,7 @@ def test_points_of_the_flow() -> None:
     assert [p.sigma for p in points] == pytest.approx([1, 0.9, 0.75, 0.5], rel=1e-12)
     assert [p.alpha for p in points] == pytest.approx([0, 0.1, 0.25, 0.5], abs=1e-12)
     assert [p.time for p in points] == pytest.approx([10, 9, 7.5, 5], rel=1e-12)
-    assert points[0].ratio == inf
-    assert points[0].alpha == 0
+    assert (points[0].ratio, points[0].alpha) == (inf, 0)
 
 
 # All
@@ -164,8 +157,7 @@ def test_a_sampler_gives_the_network_the_time_of_training(name: str, ratio: floa
     time, (alpha, sigma, log_snr) = process.network_time(times), process.rates(times, 4)
     point = process.at(float(sigma) / float(alpha))
     assert float(time) == pytest.approx(point.time, rel=1e-5, abs=1e-3)
-    assert float(alpha) == pytest.approx(point.alpha, rel=1e-6)
-    assert float(sigma) == pytest.approx(point.sigma, rel=1e-6)
+    assert (float(alpha), float(sigma)) == pytest.approx((point.alpha, point.sigma), rel=1e-6)
     assert float(log_snr) == pytest.approx(-2 * log(point.ratio), rel=1e-5, abs=1e-5)
     assert alpha.shape == sigma.shape == log_snr.shape == (1, 1, 1, 1)
     if name != "vp":

@@ -68,9 +68,8 @@ def test_noise_can_be_given(process: str) -> None:
 def test_no_value_is_read_on_the_host(process: str, sampler: Solver | str) -> None:
     diffusion = Diffusion(process, "v_prediction", conditional=True, data_mean=0.1, data_std=(0.2, 0.3, 0.4))
     sampling = Sampling(sampler, 3, clipping="clamp", guidance=ClassifierFree(2.0))
-    images = sampling.sample(
-        pointwise, diffusion, (3, 4, 4), generators(0, 1), "meta", labels=torch.empty(2, dtype=torch.int64)
-    )
+    labels = torch.empty(2, dtype=torch.int64)
+    images = sampling.sample(pointwise, diffusion, (3, 4, 4), generators(0, 1), "meta", labels=labels)
     assert images.device.type == "meta"
 
 
@@ -124,8 +123,7 @@ def test_bf16_is_for_the_network_alone() -> None:
         for precision in ("float32", "bf16")
     )
     assert seen == [(torch.float32, torch.float32)] * 4 + [(torch.float32, torch.bfloat16)] * 4
-    assert rounded.dtype == torch.float32
-    assert not torch.equal(exact, rounded)
+    assert (rounded.dtype, torch.equal(exact, rounded)) == (torch.float32, False)
     torch.testing.assert_close(rounded, exact, atol=0.05, rtol=0)
 
 
@@ -138,9 +136,8 @@ def test_the_network_sees_int64_timesteps_and_may_output_bfloat16() -> None:
 
     sampling = Sampling(steps=4, clipping="none")
     images = sampling.sample(net, LINEAR, (1, 4, 4), generators(0, 1), "cpu")
-    assert images.dtype == torch.float32
     assert [t.tolist() for t in seen] == [[t, t] for t in (999, 749, 499, 249)]
-    assert {t.dtype for t in seen} == {torch.int64}
+    assert (images.dtype, {t.dtype for t in seen}) == (torch.float32, {torch.int64})
     rounded = sampling.sample(lambda x, t: net(x, t).float(), LINEAR, (1, 4, 4), generators(0, 1), "cpu")
     assert torch.equal(images, rounded)  # only the output is rounded, not the arithmetic
 
@@ -168,8 +165,8 @@ def test_the_network_sees_the_times_of_the_points(
 
     Sampling("euler", 4, **chosen).sample(net, diffusion, (1, 2, 2), generators(0, 1), "cpu")
     assert [t[0].item() for t in seen] == pytest.approx(expected, rel=1e-4, abs=1e-3)
-    assert {t.dtype for t in seen} == {torch.int64 if diffusion.process.has_timesteps else torch.float32}
-    assert all(t.shape == (2,) for t in seen)
+    dtype = torch.int64 if diffusion.process.has_timesteps else torch.float32
+    assert {(t.dtype, t.shape) for t in seen} == {(dtype, (2,))}
 
 
 def test_network_can_be_trained_afterwards() -> None:
@@ -256,9 +253,8 @@ def test_a_small_strength_changes_little(gaussian: type) -> None:
     net = gaussian(LINEAR, 0.0, 0.3)
 
     def distance(strength: float) -> float:
-        samples = Sampling(steps=100).sample(
-            net, LINEAR, (1, 8, 8), generators(3, 4), "cpu", images=images, strength=strength
-        )
+        given: Any = {"images": images, "strength": strength}
+        samples = Sampling(steps=100).sample(net, LINEAR, (1, 8, 8), generators(3, 4), "cpu", **given)
         return float((samples - images).square().mean().sqrt())
 
     distances = [distance(strength) for strength in (0.01, 0.1, 0.3, 1.0)]
@@ -294,8 +290,7 @@ def test_each_process_has_its_defaults() -> None:
             sampling.sample(pointwise, Diffusion(process), (1, 3, 3), generators(0, 1), "cpu")
             for sampling in (Sampling(steps=7), fitted, Sampling(*parts[:1], 7, *parts[1:]))
         ]
-        assert torch.equal(images[0], images[1])
-        assert torch.equal(images[0], images[2])
+        assert [torch.equal(images[0], others) for others in images[1:]] == [True, True]
     chosen = Sampling(DDPM(), 7, "karras", "none")
     fitted = chosen.fit(LINEAR)
     assert (fitted.sampler, fitted.spacing, fitted.clipping) == (DDPM(), Karras(), NoClipping())
@@ -311,6 +306,5 @@ def test_options_that_do_not_fit_the_objective_are_refused_for_zero_images_too()
 @given(objectives(), st.integers(1, 20))
 def test_a_chain_ends_at_the_image(diffusion: Diffusion, steps: int) -> None:
     levels = [point.ratio for point in (*Sampling(steps=steps).points(diffusion), IMAGE)]
-    assert len(levels) == steps + 1
     assert levels == sorted(set(levels), reverse=True)
-    assert levels[-1] == 0
+    assert (len(levels), levels[-1]) == (steps + 1, 0)

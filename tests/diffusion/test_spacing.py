@@ -30,9 +30,7 @@ def test_karras_sigmas() -> None:
 @given(st.integers(1, 50), st.floats(1e-4, 0.5), st.floats(1, 200), st.floats(0.5, 10))
 def test_karras_sigmas_are_even_in_a_power(steps: int, low: float, high: float, rho: float) -> None:
     sigmas = karras_sigmas(steps, low, high, rho)
-    assert len(sigmas) == steps
-    assert sigmas[0] == high
-    assert sigmas[-1] == (low if steps > 1 else high)
+    assert (len(sigmas), sigmas[0], sigmas[-1]) == (steps, high, low if steps > 1 else high)
     roots = column(*sigmas) ** (1 / rho)
     torch.testing.assert_close(roots.diff(), roots.diff().mean().expand(steps - 1) if steps > 1 else roots.diff())
 
