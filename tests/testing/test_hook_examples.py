@@ -86,15 +86,13 @@ def test_prepare_model() -> None:
 
 def test_wrap_net(one_process: None) -> None:
     loop = ran(toy_loop({"distributed": examples.Distributed()}))
-    assert isinstance(loop.net, DistributedDataParallel)
-    assert not isinstance(loop.model, DistributedDataParallel)
+    assert [isinstance(net, DistributedDataParallel) for net in (loop.net, loop.model)] == [True, False]
     assert_same(weights(loop), weights(ran(toy_loop())))
 
 
 def test_restore() -> None:
     with toy_loop({"start": examples.StartFrom(saved(ran(toy_loop(steps=7))))}) as second:
-        assert second.first_step == 7
-        assert len(list(second.steps())) == 13
+        assert (second.first_step, len(list(second.steps()))) == (7, 13)
     assert_same(weights(second), weights(ran(toy_loop())))
 
 
@@ -126,8 +124,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, plugin: object) -> tuple[Logged, l
 
 def test_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     logged, num_replays = recorded(monkeypatch, examples.FirstNorm())
-    assert num_replays == [17, 17]
-    assert list(logged.of("first_norm")) == [10, 20]
+    assert (num_replays, list(logged.of("first_norm"))) == ([17, 17], [10, 20])
 
 
 def test_on_ready(tmp_path: Path) -> None:
@@ -138,8 +135,7 @@ def test_on_ready(tmp_path: Path) -> None:
     assert outcomes(made(3, examples.MustResume())) == []
     made(3).run()
     resumed = made(5, examples.MustResume())
-    assert outcomes(resumed) == ["updated"] * 2
-    assert (resumed.end.reason, resumed.end.message) == ("done", "")
+    assert (outcomes(resumed), resumed.end.reason, resumed.end.message) == (["updated"] * 2, "done", "")
 
 
 def test_before_epoch() -> None:
@@ -170,8 +166,7 @@ def test_make_batch() -> None:
         distances = torch.cdist(partners, batch.inputs)
         assert distances.min(1).values.max() < 1e-5  # each partner is a sample of the batch,
         assert sorted(distances.argmin(1).tolist()) == list(range(8))  # and each sample is a partner once
-    order = [torch.cdist(b.inputs, b.inputs) for b in mixed.seen]
-    assert not torch.equal(*order)
+    assert not torch.equal(*(torch.cdist(batch.inputs, batch.inputs) for batch in mixed.seen))
 
 
 def test_before_step() -> None:
@@ -179,8 +174,7 @@ def test_before_step() -> None:
     with toy_loop({"decay": examples.LessDecay()}, optimizers=sgd, steps=101) as loop:
         for _ in loop.steps():
             rates += [group["weight_decay"] for optimizer in loop.optimizers for group in optimizer.param_groups]
-    assert rates[0] == 0.01
-    assert rates[100] == pytest.approx(0.009)
+    assert (rates[0], rates[100]) == (0.01, pytest.approx(0.009))
 
 
 def test_needs_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +220,7 @@ def test_compute_loss() -> None:
     loop.model.get_submodule("0").register_forward_hook(lambda *given: dtypes.add(given[2].dtype))
     loop.run()
     assert dtypes == {torch.bfloat16}
-    assert {value.dtype for value in weights(loop).values()} == {torch.float32}
-    assert {gradient.dtype for gradient in loop.gradients.tensors()} == {torch.float32}
+    assert {value.dtype for value in (*weights(loop).values(), *loop.gradients.tensors())} == {torch.float32}
 
 
 def test_reduce_loss() -> None:
@@ -282,10 +275,9 @@ def test_on_nan(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_after_backward() -> None:
     loop = toy_loop({"centralize": examples.Centralize()}, optimizers=sgd)
-    before = weights(loop)
-    loop.run()
+    before, after = weights(loop), weights(ran(loop))
     for name in ("0.weight", "3.weight"):
-        change = weights(loop)[name] - before[name]
+        change = after[name] - before[name]
         assert change.abs().max() > 0.01
         assert change.mean(1).abs().max() < 1e-6
     norms = [gradient.norm() for gradient in loop.gradients.tensors()]
@@ -338,13 +330,11 @@ def test_amend() -> None:
 
 def test_decode() -> None:
     with toy_loop({"brighter": examples.Brighter()}) as loop, toy_loop() as plain:
-        (made, raw), expected = (
-            (loop.sample(SampleRequest(4, raw=raw)).images for raw in (False, True)),
-            plain.sample(SampleRequest(4, raw=True)).images,
-        )
-        assert_same({"raw": raw}, {"raw": expected})
-        assert_same({"": made}, {"": (expected + 0.1).clamp(-1, 1)})
-        assert_same({"": loop.decode(expected)}, {"": made})
+        made, raw = (loop.sample(SampleRequest(4, raw=raw)).images for raw in (False, True))
+        expected = plain.sample(SampleRequest(4, raw=True)).images
+        brighter = (expected + 0.1).clamp(-1, 1)
+        found = {"raw": raw, "made": made, "decoded": loop.decode(expected)}
+        assert_same(found, {"raw": expected, "made": brighter, "decoded": brighter})
 
 
 def test_sample() -> None:

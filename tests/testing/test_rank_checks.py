@@ -157,8 +157,7 @@ def test_threads_take_turns_with_generators_of_their_own() -> None:
     expected = [float(torch.rand(())), float(torch.rand(()))]
     torch.manual_seed(3)
     assert on_ranks(3, work) == [(expected, [0, 1, 2], 3)] * 3
-    assert (rank(), num_ranks()) == (0, 1)
-    assert float(torch.rand(())) == expected[0]
+    assert (rank(), num_ranks(), float(torch.rand(()))) == (0, 1, expected[0])
 
 
 def test_a_rank_that_ends_early_is_named() -> None:

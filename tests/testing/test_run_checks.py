@@ -118,9 +118,7 @@ def test_a_state_that_runs_share_is_compared_as_it_was() -> None:
 
 
 def test_a_run_that_a_plugin_ends_may_end_before_the_last_save() -> None:
-    def stops() -> StopAt:
-        return StopAt(7)
-
+    stops = lambda: StopAt(7)  # noqa: E731
     assert_resumes(stops)
     assert_any_order(stops)
     assert_removable(stops)

@@ -79,28 +79,26 @@ class Trains(Right):
             next(loop.model.parameters()).mul_(0.5)
 
 
+KEPT = ("only in the tracker", "earlier(run, self)")
+LOST = ("only in metrics.jsonl", "earlier(run, self)")
+
+
 @pytest.mark.parametrize(
     ("kind", "facts"),
     [
         (Right, ()),
         (LosesNan, ("after a run", "test/nan after step 1", "only in metrics.jsonl", "NaN included")),
         (RefusesNan, ("in a run", "a call failed", "scalars", "ValueError")),
-        (
-            partial(Right, keeps=lambda sink, run: sink.was_open),
-            ("after a rollback", "test/odd", "only in the tracker", "earlier(run, self)"),
-        ),
+        (partial(Right, keeps=lambda sink, run: sink.was_open), ("after a rollback", "test/odd", *KEPT)),
         (
             partial(Right, keeps=lambda sink, run: run.step > 0 and not sink.was_open and not run.is_branch),
-            ("after a kill and a resume", "test/odd", "only in the tracker", "earlier(run, self)"),
+            ("after a kill and a resume", "test/odd", *KEPT),
         ),
         (
             partial(Right, fills=lambda sink, run: sink.was_open or run.is_branch),
-            ("after a kill and a resume", "loss after step 1", "only in metrics.jsonl", "earlier(run, self)"),
+            ("after a kill and a resume", "loss after step 1", *LOST),
         ),
-        (
-            partial(Right, fills=lambda sink, run: not run.is_branch),
-            ("after a branch", "loss after step 1", "only in metrics.jsonl", "earlier(run, self)"),
-        ),
+        (partial(Right, fills=lambda sink, run: not run.is_branch), ("after a branch", "loss after step 1", *LOST)),
         (
             partial(Right, keeps=lambda sink, run: run.step == 0),
             ("after hookdiff mirror", "test/odd", "only in the tracker", "clear"),
