@@ -64,9 +64,7 @@ def ready(**options: Any) -> tuple[AdamW, list[nn.Parameter]]:
 
 
 PLACES = [
-    ("cpu", torch.float32),
-    ("cpu", torch.float64),
-    ("cpu", torch.bfloat16),
+    *(("cpu", dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)),
     pytest.param("cuda", torch.float32, marks=pytest.mark.cuda),
 ]
 

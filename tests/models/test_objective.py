@@ -65,8 +65,7 @@ def test_the_least_trains_samples_and_goes_on(objective: Any, tmp_path: Path) ->
             "checkpoint": Checkpoint(),
         }
         loop = loop_of(objective, sampler, plugins=plugins, run_dir=tmp_path, resume=resume)
-        assert loop.run() == "done"
-        assert loop.progress.step == 4
+        assert (loop.run(), loop.progress.step) == ("done", 4)
         assert loop.sample(SampleRequest(2)).images.shape == (2, 1, 4, 4)
         assert loop.sample(SampleRequest(0)).weights == "ema"
         return sampler

@@ -56,8 +56,7 @@ def test_an_evaluation_leaves_each_module_in_its_mode() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), nn.Sequential(nn.Dropout()))
     model[0].eval()  # frozen
     with evaluating(model):
-        assert not any(module.training for module in model.modules())
-        assert not torch.is_grad_enabled()
+        assert (any(module.training for module in model.modules()), torch.is_grad_enabled()) == (False, False)
     assert [module.training for module in model.modules()] == [True, False, True, True, True]
     assert torch.is_grad_enabled()
 

@@ -53,8 +53,7 @@ def test_output_has_the_shape_of_the_input(case: tuple[dict[str, Any], tuple[int
     model = trained(DiT, **options)
     labels = torch.full(shape[:1], -1) if options["num_classes"] else None
     out = model(images(*shape), torch.arange(shape[0]), labels)
-    assert out.shape == shape
-    assert out.dtype == torch.float32
+    assert (out.shape, out.dtype) == (shape, torch.float32)
     assert out.isfinite().all()
 
 
@@ -68,18 +67,13 @@ def test_weights_start_as_in_the_paper() -> None:
     torch.manual_seed(0)
     model = DiT(hidden_size=256, num_heads=4, depth=1, num_classes=500, patch_size=4, in_channels=3)
     drawn = {
-        "time.linear1": 0.02,
-        "time.linear2": 0.02,
-        "label": 0.02,
+        **dict.fromkeys(("time.linear1", "time.linear2", "label"), 0.02),
         # Xavier's uniform has the variance 2 / (in + out); query, key and value are drawn as one map.
         "patch_in": math.sqrt(2 / (48 + 256)),
         "blocks.0.qkv": math.sqrt(2 / (4 * 256)),
         "blocks.0.proj": math.sqrt(2 / (2 * 256)),
-        "blocks.0.mlp_in": math.sqrt(2 / (5 * 256)),
-        "blocks.0.mlp_out": math.sqrt(2 / (5 * 256)),
-        "blocks.0.modulation": 0.0,
-        "modulation_out": 0.0,
-        "patch_out": 0.0,
+        **dict.fromkeys(("blocks.0.mlp_in", "blocks.0.mlp_out"), math.sqrt(2 / (5 * 256))),
+        **dict.fromkeys(("blocks.0.modulation", "modulation_out", "patch_out"), 0.0),
     }
     values = model.state_dict()
     assert values.keys() == {f"{n}.{kind}" for n in drawn for kind in ("weight", "bias")} - {"label.bias"}

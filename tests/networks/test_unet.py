@@ -39,8 +39,7 @@ def test_output_has_the_shape_of_the_input(case: tuple[dict[str, Any], tuple[int
     options, shape = case
     model = trained(UNet, **options)
     out = model(images(*shape), torch.arange(shape[0]))
-    assert out.shape == shape
-    assert out.dtype == torch.float32
+    assert (out.shape, out.dtype) == (shape, torch.float32)
     assert out.isfinite().all()
 
 
