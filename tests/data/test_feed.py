@@ -88,8 +88,7 @@ def test_an_epoch_resumes_at_any_sample(
     feed = bound(source, batch_size, drop_last=drop_last)
     order = feed.order(epoch).tolist()
     batches = list(feed.batches(epoch, start))
-    left = length - start
-    expected = order[start : length - left % batch_size] if drop_last else order[start:]
+    expected = order[start : length - (length - start) % batch_size] if drop_last else order[start:]
     assert indices(batches) == expected
     assert [int(batch.inputs.flatten(1)[k, 0]) for batch in batches for k in range(len(batch))] == expected
     assert all(len(batch) == batch_size for batch in batches[:-1])
@@ -105,8 +104,7 @@ def test_the_counts_of_an_epoch_match_its_batches(size: int, ranks: int, drop_la
     order, num = feed.order(0).tolist(), len(feed.training)
     assert sorted(order[:num]) == as_list(feed.training)
     assert order == [order[k % num] for k in range(max(num, feed.batch_size) if limit else 23)]
-    assert feed.num_batches == len(batches)
-    assert len(feed) == sum(batch.total for batch in batches)
+    assert (feed.num_batches, len(feed)) == (len(batches), sum(batch.total for batch in batches))
     assert len(feed) == (len(order) - len(order) % feed.batch_size if drop_last else len(order))
     assert feed.exhausted(len(feed))
     assert not feed.exhausted(len(feed) - 1 if not drop_last else len(feed) - feed.batch_size)
@@ -117,14 +115,12 @@ def test_the_ranks_split_each_batch_evenly(num_ranks: int, batch_size: int, star
     def epoch(rank: int = 0, num_ranks: int = 1) -> list[Batch]:
         return list(bound(Numbers(), batch_size, 0, rank, num_ranks, drop_last=drop_last).batches(2, start))
 
-    shares = [epoch(rank, num_ranks) for rank in range(num_ranks)]
-    for whole, *parts in zip(epoch(), *shares, strict=True):
+    for whole, *parts in zip(epoch(), *[epoch(rank, num_ranks) for rank in range(num_ranks)], strict=True):
         assert {part.total for part in parts} == {whole.total} == {len(whole)}
         assert sum(part.weight for part in parts) == pytest.approx(1)
         assert [len(part) for part in parts if part.is_filler] == [1] * max(0, num_ranks - len(whole))
         parts = [part for part in parts if not part.is_filler]
-        assert sorted(indices(parts)) == sorted(indices([whole]))
-        assert len(set(indices(parts))) == len(whole)
+        assert (sorted(indices(parts)), len(set(indices(parts)))) == (sorted(indices([whole])), len(whole))
         assert all(indices([part]) == [indices([whole])[row] for row in part.rows] for part in parts)
         assert 0 < max(map(len, parts)) <= min(map(len, parts)) + 1
 
@@ -170,8 +166,7 @@ class Bytes(Numbers):
 def test_bytes_become_numbers_from_minus_one_to_one(workers: int) -> None:
     for batch in bound(Bytes(), workers=workers).batches(0):
         assert batch.inputs.dtype == torch.float32
-        assert batch.inputs[:, 0, 0, :3].tolist() == [[-1, pytest.approx(-0.6), 1]] * 5
-        assert batch.labels is None
+        assert (batch.inputs[:, 0, 0, :3].tolist(), batch.labels) == ([[-1, pytest.approx(-0.6), 1]] * 5, None)
 
 
 def replaced(at: int, value: Any) -> Numbers:
@@ -215,8 +210,7 @@ def test_nothing_is_loaded_ahead_without_workers() -> None:
 
 @pytest.mark.parametrize("given", [torch.zeros(8, 4), InMemory(torch.zeros(8, 4)), feed_of(Numbers(8))])
 def test_anything_with_a_length_is_data(given: Any) -> None:
-    feed = Feed.of(given).bind(4)
-    assert sorted(indices(feed.batches(0))) == list(range(8))
+    assert sorted(indices(Feed.of(given).bind(4).batches(0))) == list(range(8))
 
 
 def test_a_feed_has_a_length_before_a_run_has_it() -> None:
@@ -315,8 +309,7 @@ def test_ranks_share_an_evaluation_with_as_many_passes(num: int, num_ranks: int,
     feeds = [bound(Numbers(), batch_size, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
     shares = [list(feed.shared(torch.arange(num))) for feed in feeds]
     assert len({len(share) for share in shares}) == 1
-    counted = [batch for share in shares for batch in share if not batch.is_filler]
-    assert sorted(indices(counted)) == list(range(num))
+    assert sorted(indices([batch for share in shares for batch in share if not batch.is_filler])) == list(range(num))
     assert all(len(batch) for share in shares for batch in share)
     assert sum(batch.weight for share in shares for batch in share) == pytest.approx(len(shares[0]))
 

@@ -40,8 +40,7 @@ def test_facts_are_read() -> None:
     texts = {"text": ["a disc", "a ring"]}
     labels, sizes = torch.tensor([0, 1]), torch.zeros(2, 1)
     facts = Facts.of({**GOOD, "texts": texts, "labels": labels, "conditions": {"size": sizes}})
-    assert facts.texts == {"text": ("a disc", "a ring")}
-    assert (facts.shape, facts.num_samples) == ((1, 4, 4), 4)
+    assert (facts.texts, facts.shape, facts.num_samples) == ({"text": ("a disc", "a ring")}, (1, 4, 4), 4)
     with refused(UserError, "data", "facts"):
         Facts.of(None)
 

@@ -43,8 +43,7 @@ def test_a_resumed_run_names_what_has_changed(
 ) -> None:
     state = kept(at=2, data=memory()).state
     toy_loop({"memory": Restores(state)}, data=memory(**change), steps=4, run_dir=tmp_path, resume=True).run()
-    found = [parts_of(text) for text in warnings(caplog) if "data has changed" in text]
-    assert found == [parts] * bool(parts)
+    assert [parts_of(text) for text in warnings(caplog) if "data has changed" in text] == [parts] * bool(parts)
 
 
 def rewrite(folder: Path) -> None:

@@ -43,14 +43,12 @@ def test_bytes_are_scaled_to_minus_one_to_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_floats_become_float32(dtype: torch.dtype) -> None:
-    images = torch.tensor([-1.0, 0.5, 3.0], dtype=dtype)
-    assert torch.equal(to_unit_range(images), torch.tensor([-1.0, 0.5, 3.0]))
+    assert torch.equal(to_unit_range(torch.tensor([-1.0, 0.5, 3.0], dtype=dtype)), torch.tensor([-1.0, 0.5, 3.0]))
 
 
 def test_scaling_leaves_the_images_as_they_are() -> None:
     stored = torch.full((2, 1, 1, 1), 255, dtype=torch.uint8)
-    data = InMemory(stored)
-    data.rows(torch.tensor([0, 1]))[0].zero_()
+    InMemory(stored).rows(torch.tensor([0, 1]))[0].zero_()
     assert stored.tolist() == [[[[255]]], [[[255]]]]
     floats = InMemory(torch.ones(2, 1, 1, 1))
     floats.rows(torch.tensor([0, 1]))[0].zero_()

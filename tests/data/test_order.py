@@ -41,8 +41,7 @@ def test_held_out_samples_are_never_trained_on(labels: list[int] | None, amount:
     assert torch.equal(feed.held_out_indices, make_feed(labels, held_out=amount, seed=seed + 1).held_out_indices)
     if labels is not None:
         for label in set(labels):
-            share = count * labels.count(label) / length
-            assert abs(sum(labels[index] == label for index in held) - share) < 1
+            assert abs(sum(labels[index] == label for index in held) - count * labels.count(label) / length) < 1
 
 
 @given(labels=sets, seed=st.integers(0, 3), epoch=st.integers(0, 3), held_out=st.sampled_from([0, 1]))
@@ -82,8 +81,7 @@ def test_counts_of_an_epoch_leave_out_held_out_samples() -> None:
 
 
 def test_held_out_and_training_samples_can_be_read() -> None:
-    images = torch.arange(20.0).view(20, 1)
-    feed = Feed(InMemory(images, torch.arange(20) % 2), held_out=6).bind(4)
+    feed = Feed(InMemory(torch.arange(20.0).view(20, 1), torch.arange(20) % 2), held_out=6).bind(4)
     for part in (feed.held_out_indices, feed.training):
         batches = list(feed.unaugmented(part, batch_size=4))
         assert [len(batch) for batch in batches][:-1] == [4] * (len(batches) - 1)

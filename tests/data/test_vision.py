@@ -34,8 +34,7 @@ def test_pictures_and_labels_match_torchvision(tmp_path: Path) -> None:
     theirs = datasets.ImageFolder(str(tmp_path))
     assert (len(data), as_list(data.labels), data.classes) == (9, theirs.targets, ("ant", "bee", "cat"))
     assert data.describe(3) == "torchvision:ImageFolder[3]"
-    copy = pickle.loads(pickle.dumps(data))
-    assert copy.load(5).tobytes() == theirs[5][0].tobytes()
+    assert pickle.loads(pickle.dumps(data)).load(5).tobytes() == theirs[5][0].tobytes()
     assert feed_of(data).shape == (3, 6, 6)
 
 

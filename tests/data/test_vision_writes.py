@@ -28,8 +28,7 @@ def test_a_set_that_is_not_there_is_not_made(name: str, tmp_path: Path) -> None:
     parameters = inspect.signature(make).parameters
     if "root" not in parameters:
         return
-    marks = get_args(parameters["root"].annotation)[1:]
-    if any(isinstance(mark, Writes) and not mark.when for mark in marks):
+    if any(isinstance(mark, Writes) and not mark.when for mark in get_args(parameters["root"].annotation)[1:]):
         return
     root, nowhere = str(tmp_path / "root"), str(tmp_path / "x")
     needed = {"root": root, "annFile": nowhere, "ann_file": nowhere}

@@ -88,13 +88,11 @@ def test_samples_are_encoded_once_and_the_second_start_encodes_and_opens_nothing
 ) -> None:
     feed = build_feed(load_config(write())).bind(6, 0)
     assert [shape[0] for shape in CALLS] == [1, 1, 1, 16, 16, 8, 32, 32, 8, 8]  # trials, then chunks, both sides
-    assert feed.shape == (3, 8, 8)
-    assert (feed.picture_shape, feed.classes) == ((3, 16, 16), ("a", "b"))
+    assert (feed.shape, feed.picture_shape, feed.classes) == ((3, 8, 8), (3, 16, 16), ("a", "b"))
     CALLS.clear()
     monkeypatch.setattr(Image, "open", None)
     again = build_feed(load_config(write())).bind(6, 0)
-    assert next(again.batches(0)).inputs.shape == (6, 3, 8, 8)
-    assert CALLS == []
+    assert (next(again.batches(0)).inputs.shape, CALLS) == ((6, 3, 8, 8), [])
     assert again.reader._samples is None  # no header was read
 
 
@@ -132,8 +130,7 @@ def test_a_resumed_run_on_latents_equals_an_uninterrupted_one(write: Any, succee
 
 
 def test_a_run_samples_pictures_without_its_data(write: Any, succeed: Callable[..., str], tmp_path: Path) -> None:
-    path = write()
-    succeed("run", path, "--plugins", "samples", "--set", "plugins.samples.num=4", "--out", tmp_path / "run")
+    succeed("run", write(), "--plugins", "samples", "--set", "plugins.samples.num=4", "--out", tmp_path / "run")
     loop = load_run(tmp_path / "run", trust=True).loop
     made, raw = (loop.sample(SampleRequest(4, raw=raw)).images for raw in (False, True))
     assert (made.shape, raw.shape) == ((4, 3, 16, 16), (4, 3, 8, 8))
@@ -160,8 +157,7 @@ def test_a_run_does_not_go_on_with_another_encoder(
 
 
 def test_pictures_to_start_from_are_encoded_and_what_is_known_stays(write: Any, tmp_path: Path) -> None:
-    config = load_config(write())
-    with build_loop(config, Path("unused"), hooks=("sample",)) as loop:
+    with build_loop(load_config(write()), Path("unused"), hooks=("sample",)) as loop:
         images = loop.feed.pictures.examples(lambda num: range(2)).inputs
         mask = torch.zeros(2, 1, 16, 16, dtype=torch.bool)
         mask[:, :, :, 9:] = True
@@ -293,8 +289,7 @@ def test_a_picture_that_cannot_be_decoded_is_left_out(write: Any, tmp_path: Path
     content[50] ^= 255  # a byte of the pixels
     broken.write_bytes(content)
     for _ in range(2):  # encoded, then from the table
-        settings = ["data.unreadable=skip", f"data.store={store}"]
-        feed = build_feed(load_config(path, settings=settings)).bind(6, 0)
+        feed = build_feed(load_config(path, settings=["data.unreadable=skip", f"data.store={store}"])).bind(6, 0)
         seen = {int(index) for batch in feed.batches(0) for index in batch.indices}
         assert not any("38.png" in feed.describe(index) for index in seen)
         for batch in feed.batches(0):
@@ -314,9 +309,8 @@ class Items:
         return 12
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        image = torch.full((3, 16, 16), 10 * index, dtype=torch.uint8)
         return {
-            "image": image,
+            "image": torch.full((3, 16, 16), 10 * index, dtype=torch.uint8),
             "label": index % 2,
             "kind": index % 3,
             "size": torch.full((2,), index, dtype=self.dtype),
@@ -328,8 +322,7 @@ class Items:
 
 def kept_items(value: float = 0.0) -> InMemory:
     """Return the same pictures with a condition of `value`."""
-    images = torch.zeros(12, 3, 16, 16, dtype=torch.uint8)
-    return InMemory(images, conditions={"size": torch.full((12, 2), value)})
+    return InMemory(torch.zeros(12, 3, 16, 16, dtype=torch.uint8), conditions={"size": torch.full((12, 2), value)})
 
 
 def source(path: Path, name: str) -> Path:
@@ -355,8 +348,7 @@ def test_what_the_samples_have_beside_their_pictures_is_that_of_the_config(write
 def test_a_condition_beside_encoded_pictures_keeps_its_dtype(write: Any, dtype: str) -> None:
     path = source(write(), "Items")
     for _ in range(2):
-        feed = build_feed(load_config(path, settings=[f"data.dtype={dtype}"])).bind(6, 0)
-        batch = next(feed.batches(0))
+        batch = next(build_feed(load_config(path, settings=[f"data.dtype={dtype}"])).bind(6, 0).batches(0))
         assert batch.conditions["size"].dtype == getattr(torch, dtype)
         assert torch.equal(batch.conditions["size"][:, 0], batch.indices.to(getattr(torch, dtype)))
     assert len(CALLS) == 6  # trials and one chunk, both sides, of the first start
@@ -461,16 +453,14 @@ def test_captions_are_in_the_shards_as_the_source_has_them(
         member = tar.extractfile("000000000.txt")
         assert member is not None
         assert member.read() == "ü 0\n0 of a picture".encode()
-    feeds = (build_feed(load_config(path)).bind(6, 5) for path in (made, tmp_path / "latents.toml"))
-    assert_same_batches(*feeds)
+    assert_same_batches(*(build_feed(load_config(path)).bind(6, 5) for path in (made, tmp_path / "latents.toml")))
 
 
 @pytest.mark.wide
 def test_a_run_on_shards_of_latents_samples_pictures_and_asks_for_a_reference(
     shards: Any, hookdiff: Callable[..., Any], succeed: Callable[..., str], tmp_path: Path
 ) -> None:
-    made = shards()
-    succeed("run", made, "--out", tmp_path / "run")
+    succeed("run", shards(), "--out", tmp_path / "run")
     shutil.rmtree(tmp_path / "shards")
     assert load_run(tmp_path / "run", trust=True).sample(2).shape == (2, 3, 16, 16)
 

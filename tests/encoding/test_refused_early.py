@@ -140,8 +140,7 @@ def test_what_fits_is_encoded_once_and_checked_without(write: Any, hookdiff: Any
     output(hookdiff("check", path))
     assert not (tmp_path / "log").exists()
     build_loop(load_config(path), tmp_path / "run")
-    numbers = [int(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert sum(numbers) == NUM + NUM + 1
+    assert sum(int(line) for line in (tmp_path / "log").read_text().splitlines()) == NUM + NUM + 1
     alone = build_feed(load_config(path, settings=[f"data.cache_dir={tmp_path}/other"]))
     both = build_feed(load_config(path))
     for mine, its in zip(both.bind(50, 0).batches(0), alone.bind(50, 0).batches(0), strict=True):

@@ -161,8 +161,7 @@ def test_what_was_killed_goes_on_where_it_stood(write: Write, tmp_path: Path, ki
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_ranks_goes_on(write: Write, tmp_path: Path, kind: str, ranks: tuple[int, int]) -> None:
     path = write(kind)
-    known = whole(path)
-    chunks = counts(tmp_path)
+    known, chunks = whole(path), counts(tmp_path)
     settings = (f"data.encode.{kind}.at=2", f"data.encode.{kind}.how=gone")
     with pytest.raises((OSError, RuntimeError, ExceptionGroup)):
         on_ranks(ranks[0], lambda rank: encode(path, settings))
@@ -202,8 +201,7 @@ def test_a_damaged_chunk_is_made_again(write: Write, tmp_path: Path, kind: str, 
     (journal,) = (tmp_path / "cache").rglob("chunks.jsonl")
     damage(journal.parent)
     encode(path)
-    assert table(tmp_path / "cache") == known
-    assert sorted(counts(tmp_path)) == sorted([*chunks, chunks[0]])
+    assert (table(tmp_path / "cache"), sorted(counts(tmp_path))) == (known, sorted([*chunks, chunks[0]]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,8 +214,7 @@ def test_another_encoder_begins_anew_and_removes_what_was_left(
     stopped(path, kind, 2, "SIGKILL")
     counts(tmp_path)
     encode(path, (f"data.encode.{kind}.version=2",))
-    assert counts(tmp_path) == chunks
-    assert table(tmp_path / "cache") == known
+    assert (counts(tmp_path), table(tmp_path / "cache")) == (chunks, known)
     assert max(len(re.findall("[0-9a-f]{16,}", message)) for message in caplog.messages) == 1  # hashes in a line
 
 
@@ -237,5 +234,4 @@ def test_a_disk_that_was_full_leaves_what_is_written(
         encode(path)
     ballast.unlink()
     encode(path)
-    assert table(disk) == known
-    assert sum(counts(tmp_path)) == NUM - 64
+    assert (table(disk), sum(counts(tmp_path))) == (known, NUM - 64)

@@ -172,8 +172,7 @@ def test_ranks_look_once_and_warn_once(write: Any, tmp_path: Path, caplog: pytes
     about.unlink()
     caplog.clear()
     on_ranks(2, lambda rank: build_feed(load_config(path)))
-    assert about.read_bytes() == alone
-    assert len([one for one in warnings(caplog) if "noise" in one]) == 1
+    assert (about.read_bytes(), len([one for one in warnings(caplog) if "noise" in one])) == (alone, 1)
 
 
 @pytest.mark.parametrize(
@@ -234,8 +233,7 @@ class _OddTexts:
 
     def encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
         CALLS.append(len(texts))
-        rows = [[*text.encode().ljust(6)[:6]] for text in texts]
-        tokens = torch.tensor(rows) / 128
+        tokens = torch.tensor([[*text.encode().ljust(6)[:6]] for text in texts]) / 128
         here = torch.tensor([[place < len(text) for place in range(6)] for text in texts])
         lengths = torch.tensor([[float(len(text))] * 6 for text in texts])
         made = {
@@ -278,7 +276,6 @@ def test_an_encoder_that_is_not_sound_is_reported_in_each_start(
         found = [one for one in warnings(caplog) if "tokens" not in one]
         assert len(found) == bool(facts)
         if facts:
-            said = (one.format(**numbers()) for one in facts)
-            check_facts(found[0], f"data.encode.{name}", "some/folder", *said)
+            check_facts(found[0], f"data.encode.{name}", "some/folder", *(one.format(**numbers()) for one in facts))
     build_feed(load_config(write(how, source, name)))
     assert CALLS == []  # the second start reads its warnings from the table

@@ -74,8 +74,7 @@ class Net(torch.nn.Module):
         self.conv = torch.nn.Conv2d(in_channels, in_channels, 1)
 
     def forward(self, x: Tensor, timesteps: Tensor, text: Tensor, text_mask: Tensor) -> Tensor:
-        assert text.shape[1:] == (8, 2)
-        assert text_mask.dtype == torch.bool
+        assert (text.shape[1:], text_mask.dtype) == ((8, 2), torch.bool)
         out: Tensor = self.conv(x) + (text * text_mask[..., None]).mean((1, 2)).view(-1, 1, 1, 1)
         return out
 
@@ -90,10 +89,9 @@ def items() -> list[dict[str, Any]]:
     """The same as items of a map-style data set."""
     data = drawings()
     assert data.texts is not None
-    captions = data.texts["text"]
     return [
         {"image": image, "text": texts[0] if len(texts) == 1 else texts}
-        for image, texts in zip(data.images, captions, strict=True)
+        for image, texts in zip(data.images, data.texts["text"], strict=True)
     ]
 
 
@@ -138,8 +136,7 @@ def test_each_caption_is_encoded_once_and_a_changed_one_alone(path: Path, monkey
     build_feed(load_config(path))
     assert set(ENCODED) == {"purple", "purple, 20"}
     ENCODED.clear()
-    (rows, *_), others = sorted((path.parent / "cache" / "texts").glob("*/*-*")), None
-    assert others is None
+    rows, *_ = sorted((path.parent / "cache" / "texts").glob("*/*-*"))
     content = bytearray((rows / "about.json").read_bytes())
     content[40] ^= 1
     (rows / "about.json").write_bytes(content)
@@ -174,8 +171,7 @@ def test_a_sample_has_one_of_its_captions_in_each_epoch(path: Path, store: str) 
                 seen.add(which)
                 assert int(batch.conditions["text_mask"][row].sum()) == min(8, len(captions[which]))
     assert seen == {0, 1}
-    first = next(feed.unaugmented(torch.tensor([0])))
-    assert torch.equal(first.conditions["text"][0], letters("red"))
+    assert torch.equal(next(feed.unaugmented(torch.tensor([0]))).conditions["text"][0], letters("red"))
     assert torch.equal(feed.nothing["text"], letters(""))
     again = build_feed(load_config(path)).bind(6, 3)
     assert torch.equal(next(again.batches(5)).conditions["text"], next(feed.batches(5)).conditions["text"])
@@ -196,8 +192,7 @@ def test_what_is_added_to_captions(path: Path) -> None:
 
 
 def without_some() -> InMemory:
-    captions = [["red"], [], [" ", "\u200b"], ["blue"]] * 3
-    return InMemory(torch.zeros(12, 3, 4, 4), texts={"text": captions})
+    return InMemory(torch.zeros(12, 3, 4, 4), texts={"text": [["red"], [], [" ", "\u200b"], ["blue"]] * 3})
 
 
 def without_any() -> InMemory:
@@ -210,8 +205,7 @@ def test_samples_without_a_caption_are_named(path: Path, caplog: pytest.LogCaptu
         build_feed(load_config(path))
     feed = build_feed(load_config(path, settings=["data.missing=empty"]))
     assert any("6 of 12" in warning for warning in warnings(caplog))
-    nothing = next(feed.unaugmented(torch.tensor([1]))).conditions["text"][0]
-    assert torch.equal(nothing, letters(""))
+    assert torch.equal(next(feed.unaugmented(torch.tensor([1]))).conditions["text"][0], letters(""))
     feed = build_feed(load_config(path, settings=["data.caption=a dog", "data.suffix=s"]))
     with refused(ConfigError, "6 of 12"):
         build_feed(load_config(path, settings=["data.caption=' '"]))
@@ -272,14 +266,13 @@ def test_captions_that_the_tokenizer_loses_are_counted(
 
 
 def tagged() -> InMemory:
-    captions = [["a, ,b, c, d, e,, f, "]] * 12  # an empty tag is none
-    return InMemory(torch.zeros(12, 3, 4, 4), texts={"text": captions})
+    captions = ["a, ,b, c, d, e,, f, "]  # an empty tag is none
+    return InMemory(torch.zeros(12, 3, 4, 4), texts={"text": [captions] * 12})
 
 
 def test_tags_are_shuffled_anew_in_each_epoch_but_the_first(path: Path) -> None:
     path = edited(path, ":drawings", ":tagged")
-    settings = ["data.shuffle_tags=2", "data.encode.text.store=none"]
-    feed = build_feed(load_config(path, settings=settings)).bind(12, 0)
+    feed = build_feed(load_config(path, settings=["data.shuffle_tags=2", "data.encode.text.store=none"])).bind(12, 0)
 
     def seen(epoch: int) -> list[str]:
         ENCODED.clear()
@@ -459,8 +452,7 @@ def test_no_digest_leads_out_of_the_cache(path: Path, digest: str) -> None:
     before = {*path.parent.iterdir(), path.parent / "cache"}
     settings = [f"data.encode.text.name={json.dumps(digest)}"]
     batch = next(build_feed(load_config(edited(path, ":Bytes", ":Named"), settings=settings)).bind(6, 0).batches(0))
-    assert batch.conditions["text"][:, 1].tolist() == [7] * 6
-    assert {*path.parent.iterdir()} == before
+    assert (batch.conditions["text"][:, 1].tolist(), {*path.parent.iterdir()}) == ([7] * 6, before)
     assert [one.parent.name for one in (path.parent / "cache").rglob("*-*")] == [
         one.name for one in (path.parent / "cache" / "texts").iterdir() if one.is_dir()
     ]
@@ -469,14 +461,10 @@ def test_no_digest_leads_out_of_the_cache(path: Path, digest: str) -> None:
 @pytest.mark.parametrize("source", ["drawings", *wide("items")])
 def test_a_run_with_captions_resumes_and_samples_without_its_data(path: Path, tmp_path: Path, source: str) -> None:
     path = edited(path, ":drawings", f":{source}")
-    config = load_config(path)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    with build_loop(config, whole) as loop:
-        loop.run()
-    with build_loop(load_config(path, settings=["run.steps=3"]), parts) as loop:
-        loop.run()
-    with build_loop(config, parts, resume=True) as loop:
-        loop.run()
+    config, whole, parts = load_config(path), tmp_path / "whole", tmp_path / "parts"
+    build_loop(config, whole).run()
+    build_loop(load_config(path, settings=["run.steps=3"]), parts).run()
+    build_loop(config, parts, resume=True).run()
     losses = [[line["loss"] for line in records(one) if "loss" in line] for one in (whole, parts)]
     assert losses[0][-1] == losses[1][-1]
     with (
@@ -496,8 +484,7 @@ def assert_ranks_train_as_one(path: Path, tmp_path: Path) -> None:
     path = edited(path, "[sampling]", '[optimizer]\nuse = "adamw"\n\n[sampling]')
     alone = train_config({"path": path, "plugins": (), "out": tmp_path / "alone"})
     both = done(tmp_path, 2, train_config, {"path": path, "plugins": ("ddp",), "out": tmp_path / "both"})
-    assert (alone["step"], both["step"]) == (10, 10)
-    assert both["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert (alone["step"], both["step"], both["loss"]) == (10, 10, pytest.approx(alone["loss"], rel=1e-5))
 
 
 @pytest.mark.wide
@@ -541,8 +528,7 @@ def test_a_run_draws_prompts_without_its_data(path: Path, tmp_path: Path) -> Non
 
     path = edited(edited(path, ":Bytes", ":Halved"), ":Net", ":Shows")
     settings = ["diffusion.prediction=sample", "diffusion.process=vp", "sampling.clipping=none", "optimizer.lr=1e-9"]
-    with build_loop(load_config(path, settings=settings), tmp_path / "run") as loop:
-        loop.run()
+    build_loop(load_config(path, settings=settings), tmp_path / "run").run()
     with load_run(tmp_path / "run", trust=True) as run:
         asked = {"prompts": ["red", "a cat"], "raw": True, "weights": "model"}
         plain = run.sample(3, **asked, guidance_scale=1.0).mean((1, 2, 3)).tolist()
@@ -567,8 +553,7 @@ def test_samples_have_a_row_for_each_prompt(path: Path, tmp_path: Path, succeed:
     succeed("run", path, "--out", tmp_path / "run")
     with Image.open(tmp_path / "run" / "samples" / "step-00000006.png") as picture:
         info = read_info(picture)
-    assert info["prompts"] == ["red", long.strip()]
-    assert info["panels"][0]["columns"] == 2
+    assert (info["prompts"], info["panels"][0]["columns"]) == (["red", long.strip()], 2)
     logged = [json.loads(line)["texts"] for line in (tmp_path / "run" / "texts.jsonl").read_text().splitlines()]
     assert [one["samples/prompts"] for one in logged if "samples/prompts" in one] == [f"red\n{long.strip()}"]
     (tmp_path / "prompts.txt").write_text("blue\n")
@@ -581,8 +566,7 @@ def test_samples_have_a_row_for_each_prompt(path: Path, tmp_path: Path, succeed:
 def test_prompts_that_are_cut_are_named_once(
     path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, store: str
 ) -> None:
-    with build_loop(load_config(path, settings=[f"data.encode.text.store={store}"]), tmp_path / "run") as loop:
-        loop.run()
+    build_loop(load_config(path, settings=[f"data.encode.text.store={store}"]), tmp_path / "run").run()
     caplog.clear()
     with load_run(tmp_path / "run", trust=True) as run:
         for negative in ("far too long", None):
@@ -600,8 +584,7 @@ def test_the_command_draws_prompts(path: Path, tmp_path: Path, hookdiff: Callabl
     output(hookdiff(*sample, "--prompt", "red", "--prompt", "a cat", "--num", "4", "--out", out, "--negative", "dog"))
     with Image.open(out) as picture:
         info = read_info(picture)
-    assert (info["prompts"], info["negative"]) == (["red", "a cat"], "dog")
-    assert info["panels"][0]["columns"] == 2
+    assert (info["prompts"], info["negative"], info["panels"][0]["columns"]) == (["red", "a cat"], "dog", 2)
     (tmp_path / "prompts.txt").write_text("blue\ngreen\n")
     output(hookdiff(*sample, "--prompts", tmp_path / "prompts.txt", "--each", tmp_path / "each"))
     assert [file.read_text() for file in sorted((tmp_path / "each").glob("*.txt"))] == ["blue\n", "green\n"]

@@ -111,8 +111,7 @@ def test_pictures_in_memory_have_the_size_that_they_were_given(path: Path) -> No
     text = path.read_text().replace('"folder"', '"tests.encoding.test_time_ids:in_memory"')
     path.write_text("".join(line for line in text.splitlines(True) if not line.startswith(("path =", "captions ="))))
     path.write_text(path.read_text().replace('labels = "none"\n', ""))
-    feed = build_feed(load_config(path)).bind(8, 3)
-    numbers = next(feed.unaugmented(torch.arange(1))).conditions["text_time_ids"]
+    numbers = next(build_feed(load_config(path)).bind(8, 3).unaugmented(torch.arange(1))).conditions["text_time_ids"]
     assert as_list(numbers) == [[20, 12, 6, 2, 8, 8]]
 
 
@@ -160,8 +159,7 @@ def test_a_dropout_of_the_numbers_is_refused(path: Path, hookdiff: Callable[...,
         "'text_time_ids'",
     )
     dropout = dropout.replace("text_time_ids", "all")
-    with build_loop(load_config(path, settings=[dropout]), path.parent / "run") as loop:
-        loop.run()
+    build_loop(load_config(path, settings=[dropout]), path.parent / "run").run()
 
 
 def vectors() -> InMemory:

@@ -59,8 +59,7 @@ def test_the_lines_of_a_text_beside_a_picture_are_its_captions(tmp_path: Path) -
     (tmp_path / "notes.txt").write_text("of no picture")
     data = Folder(str(tmp_path), captions="txt")
     assert data.texts == {"text": [FILES[0][1], *(captions for _, captions in FILES)]}
-    assert data.passed_over == {".txt": (1, "notes.txt")}
-    assert data.path_of(1) == tmp_path / "0.png"
+    assert (data.passed_over, data.path_of(1)) == ({".txt": (1, "notes.txt")}, tmp_path / "0.png")
 
 
 @pytest.mark.parametrize(("content", "captions"), [(one, found) for one, found in FILES if one and found])
@@ -86,8 +85,7 @@ def test_a_text_in_the_other_unicode_form_is_beside_its_picture(tmp_path: Path, 
     (tmp_path / "é" / f"{text}.txt").write_text("a cup")
     data = Folder(str(tmp_path), captions="txt")
     assert (data.texts, data.passed_over) == ({"text": [("a cup",)]}, {})
-    assert data.fingerprint() == Folder(str(tmp_path)).fingerprint()
-    assert Folder(str(tmp_path)).texts is None
+    assert (data.fingerprint(), Folder(str(tmp_path)).texts) == (Folder(str(tmp_path)).fingerprint(), None)
 
 
 def too_large(path: Path) -> None:
@@ -160,9 +158,7 @@ def test_a_column_beside_the_labels_has_captions(
 ) -> None:
     (root / name).write_bytes(text.encode())
     data = Folder(str(root), name, captions="text")
-    assert (data.problems, as_list(data.labels)) == ([], labels)
-    assert texts(data) == captions
-    assert len(feed_of(data).usable) == 3
+    assert (data.problems, as_list(data.labels), texts(data), len(feed_of(data).usable)) == ([], labels, captions, 3)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ def batches(source: Any, batch_size: int = 4, epoch: int = 0, **options: Any) ->
 def by_index(made: list[Batch]) -> dict[str, Tensor]:
     """Return inputs and conditions of all batches, in the order of the data set."""
     order = torch.cat([batch.indices for batch in made if batch.indices is not None]).argsort()
-    names = made[0].conditions
-    columns = {name: torch.cat([batch.conditions[name] for batch in made])[order] for name in names}
+    columns = {name: torch.cat([batch.conditions[name] for batch in made])[order] for name in made[0].conditions}
     return {"inputs": torch.cat([batch.inputs for batch in made])[order], **columns}
 
 
@@ -88,8 +87,7 @@ def test_images_of_the_same_size_share_crop_and_flip(in_memory: bool, workers: i
     for epoch in range(3):
         made = by_index(batches(source, epoch=epoch, transforms=ALL, workers=0 if in_memory else workers))
         kept = made["inputs"].add(1).mul(127.5).round().long()
-        assert kept.shape == (6, 3, 8, 8)
-        assert kept[:, 0, 0, 0].tolist() == [0, 3, 6, 9, 12, 15]
+        assert (kept.shape, kept[:, 0, 0, 0].tolist()) == ((6, 3, 8, 8), [0, 3, 6, 9, 12, 15])
         assert torch.equal(made["pair"], made["inputs"])
         assert torch.equal(made["mask"][:, 0], kept[:, 1] * 256 + kept[:, 2])
         assert torch.equal(made["plane"], kept[:, 2].float())
@@ -113,8 +111,7 @@ def test_paired_images_are_resized_alike_and_only_the_picture_changes_its_colour
             values = torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
             return {"image": values, "pair": values.clone(), "mask": values[1], "alone": values[:, 0, 0]}
 
-    options = Transforms(resize=12, image_size=8, flip=True, color_jitter=jitter)
-    made = by_index(batches(Pairs(), transforms=options))
+    made = by_index(batches(Pairs(), transforms=Transforms(resize=12, image_size=8, flip=True, color_jitter=jitter)))
     plain = by_index(batches(Pairs(), transforms=Transforms(resize=12, image_size=8, flip=True)))
     assert torch.equal(made["pair"], plain["inputs"])
     assert torch.equal(made["inputs"], plain["inputs"]) == (not any(jitter))
@@ -135,8 +132,7 @@ def test_data_in_memory_are_resized_with_their_conditions() -> None:
 
 def test_without_augmentation_the_centre_of_all_images_is_cut_out() -> None:
     images = coordinates()
-    feed = feed_of(InMemory(images, conditions={"mask": images[:, 0].bool()}), ALL)
-    (batch,) = feed.unaugmented(torch.arange(6))
+    (batch,) = feed_of(InMemory(images, conditions={"mask": images[:, 0].bool()}), ALL).unaugmented(torch.arange(6))
     assert torch.equal(batch.inputs, images[:, :, 2:10, 2:10].float() / 127.5 - 1)
     assert torch.equal(batch.conditions["mask"], images[:, 0, 2:10, 2:10].bool())
 
@@ -156,8 +152,7 @@ def test_tuples_have_their_conditions_by_place(workers: int) -> None:
         ((image, mask, 7), None, ["item1", "item2"]),
     ):
         (batch,) = batches([item] * 4, workers=workers)
-        assert list(batch.conditions) == names
-        assert as_list(batch.labels) == (None if label is None else [label] * 4)
+        assert (list(batch.conditions), as_list(batch.labels)) == (names, None if label is None else [label] * 4)
 
 
 def test_numbers_and_lists_become_columns() -> None:
@@ -229,20 +224,16 @@ def masked(net: nn.Module, batch: Batch) -> Tensor:
 
 
 def items() -> list[dict[str, Tensor]]:
-    numbers = torch.linspace(-1, 1, 160).reshape(40, 4)
-    return [{"inputs": row, "mask": row > 0.3 * row.mean()} for row in numbers]
+    return [{"inputs": row, "mask": row > 0.3 * row.mean()} for row in torch.linspace(-1, 1, 160).reshape(40, 4)]
 
 
 @pytest.mark.parametrize("data", [items, lambda: InMemory(torch.ones(40, 4), conditions={"mask": torch.rand(40, 4)})])
 def test_a_run_with_conditions_resumes_exactly_and_in_any_micro_batch(data: Callable[[], Any]) -> None:
     torch.manual_seed(0)
-    source = data()
-    options = {"data": source, "objective": masked, "steps": 13}
+    options = {"data": data(), "objective": masked, "steps": 13}
     whole = toy_run({"keeps": (kept := Restores(at=7))}, **options)
-    resumed = toy_run({"keeps": Restores(kept.state)}, **options)
-    assert_same(weights(whole), weights(resumed))
-    small = toy_run(**options, micro_batch=3)
-    for name, value in weights(small).items():
+    assert_same(weights(whole), weights(toy_run({"keeps": Restores(kept.state)}, **options)))
+    for name, value in weights(toy_run(**options, micro_batch=3)).items():
         torch.testing.assert_close(value, weights(whole)[name], rtol=1e-4, atol=1e-5)
 
 

@@ -201,5 +201,4 @@ def test_the_header_gives_the_channels(mode: str) -> None:
 def test_a_picture_with_a_broken_exif_header_is_read(tmp_path: Path, exif: bytes) -> None:
     Image.new("L", (8, 4), 77).save(tmp_path / "a.jpg", exif=exif)
     with Image.open(tmp_path / "a.jpg") as image:
-        assert upright_size(image) == (8, 4)
-        assert pixels(image).unique().tolist() == [77]
+        assert (upright_size(image), pixels(image).unique().tolist()) == ((8, 4), [77])

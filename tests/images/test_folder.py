@@ -47,8 +47,7 @@ def test_every_format_is_found_and_the_rest_is_counted(tmp_path: Path, monkeypat
     for name in ("PNG-of.txt", "PNG-of.caption", ".hidden.png", ".DS_Store", "Thumbs.db", ".git/a.png", ".git/config"):
         (tmp_path / name).write_text("not worth a word")
     data = Folder(str(tmp_path), "none")
-    assert [data.describe(index) for index in range(len(data))] == sorted(expected)
-    assert data.passed_over == others
+    assert ([data.describe(index) for index in range(len(data))], data.passed_over) == (sorted(expected), others)
     check_facts(passed_over_text(data)[0], 13, "not used: 2 .heic (HEIF-of.HEIC", "pip install pillow-heif), 1 .heif")
     assert len(feed_of(data, Transforms(channels=3), Store(store="none")).usable) == len(expected)
     monkeypatch.setitem(Image.OPEN, "HEIF", (None, None))  # as a package with a reader does
@@ -206,8 +205,7 @@ def test_names_match_whatever_their_unicode_form(tmp_path: Path) -> None:
     composed, decomposed = "caf\u00e9", "cafe\u0301"
     for name in (decomposed, "b"):
         Image.new("L", (3, 3)).save(tmp_path / f"{name}.png")
-    rows = f"file,label\n{composed}.png,{decomposed}\nb.png,{composed}\n"
-    (tmp_path / "l.csv").write_text(rows, "utf-8")
+    (tmp_path / "l.csv").write_text(f"file,label\n{composed}.png,{decomposed}\nb.png,{composed}\n", "utf-8")
     data = Folder(str(tmp_path), "l.csv")
     assert (data.problems, as_list(data.labels), data.classes) == ([], [0, 0], (composed,))
     Image.new("L", (3, 3)).save(tmp_path / f"{composed}.png")

@@ -12,8 +12,7 @@ def test_classes_are_in_alphabetical_order_whatever_the_order_of_the_images() ->
 
 def test_integers_stay_as_they_are_and_have_no_names() -> None:
     labels, classes = encode([3, -1, 0])
-    assert (as_list(labels), classes) == ([3, -1, 0], None)
-    assert encode([]) == (None, None)
+    assert (as_list(labels), classes, encode([])) == ([3, -1, 0], None, (None, None))
 
 
 @pytest.mark.parametrize(("labels", "what"), [([1, "a"], "'a'"), ([1.5], 1.5), ([True, False], "False"), ([-2], -2)])

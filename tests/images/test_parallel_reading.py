@@ -63,8 +63,7 @@ def test_each_picture_comes_once_and_in_order(worth: float, num: int) -> None:
 
 def test_the_first_pictures_are_read_here_and_the_others_in_workers_if_that_is_worth_it(worth: float) -> None:
     places = [result[0] for _, result in with_images(Numbers(300), range(0, 300, 2), place_and_value)]
-    assert set(places[:64]) == {os.getpid()}
-    assert (os.getpid() in places[64:]) == (worth > 0)
+    assert (set(places[:64]), os.getpid() in places[64:]) == ({os.getpid()}, worth > 0)
 
 
 def test_a_source_that_reads_one_picture_at_a_time_has_no_workers(monkeypatch) -> None:

@@ -34,8 +34,7 @@ def folder(tmp_path: Path) -> Path:
         if k == 1:
             image, exif[0x0112] = image.transpose(Image.Transpose.ROTATE_90), 6
         image.save(folder / f"{k}.jpg", exif=exif)
-    content = (folder / "3.jpg").read_bytes()
-    (folder / "3.jpg").write_bytes(content[:-400])
+    (folder / "3.jpg").write_bytes((folder / "3.jpg").read_bytes()[:-400])
     return folder
 
 
@@ -52,8 +51,7 @@ def test_the_headers_are_read_if_the_survey_is_of_an_earlier_run(folder: Path, t
     store = Store(store="disk", cache_dir=str(tmp_path / "cache"), unreadable="skip")
     assert as_list(feed_of(Counted(str(folder)), SMALL, store).reader.sizes()) == SIZES
     source = Counted(str(folder))
-    reader = feed_of(source, SMALL, store).reader
-    assert (as_list(reader.sizes()), source.opened) == (SIZES, [0, 1, 2, 3])
+    assert (as_list(feed_of(source, SMALL, store).reader.sizes()), source.opened) == (SIZES, [0, 1, 2, 3])
 
 
 class Drawings(list[Any]):

@@ -64,8 +64,7 @@ def test_the_store_changes_no_pixel(
     for store in ("memory", "disk", "none"):
         feed = make_feed(root, store, batch_size=batch_size, seed=seed, balanced=balanced)
         order = feed.order(epoch)[start:].tolist()
-        found = rows(feed.batches(epoch, start))
-        assert_equal(found, {index: whole[index] for index in dict.fromkeys(order)})
+        assert_equal(rows(feed.batches(epoch, start)), {index: whole[index] for index in dict.fromkeys(order)})
 
 
 def test_workers_change_no_pixel_and_stay_for_the_next_epoch(root: Path) -> None:
@@ -79,8 +78,7 @@ def test_workers_change_no_pixel_and_stay_for_the_next_epoch(root: Path) -> None
     for epoch in range(3):
         assert_equal(rows(workers.batches(epoch)), rows(memory.batches(epoch)))
         running.append(pids())
-    assert len(running[0]) == 2
-    assert running[1:] == running[:1] * 2
+    assert (len(running[0]), running[1:]) == (2, running[:1] * 2)
     half = workers.batches(3)
     next(half)
     half.close()  # the workers of an abandoned epoch are not used again
@@ -140,8 +138,7 @@ def test_a_cache_is_used_until_a_file_changes(own: tuple[Path, list[Path]]) -> N
     (cache,) = caches(root)
     made = cache.stat().st_mtime_ns
     assert_equal(rows(make_feed(root, "disk").batches(0)), first)
-    assert caches(root) == [cache]
-    assert cache.stat().st_mtime_ns == made
+    assert (caches(root), cache.stat().st_mtime_ns) == ([cache], made)
     noise(99, 12, 9).save(paths[3])
     os.utime(paths[3], ns=(1, 1))
     after = rows(make_feed(root, "disk").batches(0))
@@ -161,8 +158,7 @@ def test_several_threads_may_make_the_same_cache(own: tuple[Path, list[Path]]) -
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 4
-    assert len(caches(root)) == 1
+    assert (len(found), len(caches(root))) == (4, 1)
     for feed in found:
         assert_equal(rows(feed.batches(0)), rows(found[0].batches(0)))
 
@@ -174,8 +170,7 @@ def test_a_cache_remembers_unreadable_files(own: tuple[Path, list[Path]]) -> Non
     kept = Store(store="disk", unreadable="skip", cache_dir=str(root / "cache"))
     for _ in range(2):
         feed = feed_of(Folder(str(root / "set")), store=kept)
-        assert feed.training.tolist() == [0, 2, 3, 4, 5]
-        assert list(feed.reader.prepared.survey.undecodable) == [4]
+        assert (feed.training.tolist(), list(feed.reader.prepared.survey.undecodable)) == ([0, 2, 3, 4, 5], [4])
     with refused(UserError, 2, 6, paths[1], paths[4]):
         make_feed(root, "disk")
 

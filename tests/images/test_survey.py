@@ -58,8 +58,7 @@ def test_grey_among_colour_images_needs_a_number_of_channels(root: Path, store: 
     for channels in (1, 3):
         feed = make_feed(root, store=store, channels=channels)
         (batch,) = feed.unaugmented(torch.arange(7))
-        assert batch.inputs.shape == (7, channels, 9, 12)
-        assert feed.shape == (channels, 9, 12)
+        assert (batch.inputs.shape, feed.shape) == ((7, channels, 9, 12), (channels, 9, 12))
 
 
 def test_golden_message_of_images_that_are_too_small(root: Path, store: Any) -> None:
@@ -234,8 +233,7 @@ def test_auto_keeps_a_set_that_fits_in_memory(tmp_path: Path) -> None:
     write_folder(tmp_path, 10, size=(64, 64))
     size = 10 * 3 * 64 * 64 / 2**30
     for limit, place in ((size, "memory"), (size * 0.99, "none")):
-        feed = feed_of(Folder(str(tmp_path)), store=Store(memory_limit=limit))
-        assert feed.reader.prepared.place == place
+        assert feed_of(Folder(str(tmp_path)), store=Store(memory_limit=limit)).reader.prepared.place == place
 
 
 @pytest.mark.parametrize("store", ["disk", "none"])
@@ -305,8 +303,7 @@ def test_a_feed_has_the_metadata_of_its_source(tmp_path: Path) -> None:
     assert (feed.num_classes, feed.classes, feed.describe(1)) == (3, ("ant", "bee", "cat"), str(paths[1]))
     assert as_list(feed.labels) == [0, 0, 1, 1, 2, 2]
     foreign = feed_of([torch.zeros(1, 2, 2)] * 3)
-    assert (foreign.num_classes, foreign.classes, foreign.labels) == (None, None, None)
-    assert foreign.describe(2) == "sample 2"
+    assert (foreign.num_classes, foreign.classes, foreign.labels, foreign.describe(2)) == (None, None, None, "sample 2")
     numbers = Feed(InMemory(torch.zeros(3, 1), torch.tensor([4, -1, 0])))
     assert (numbers.num_classes, numbers.describe(0)) == (5, "sample 0")
 

@@ -30,8 +30,7 @@ def test_resizing_matches_torchvision(width: int, height: int, side: int, mode: 
 @given(width=st.integers(1, 20), height=st.integers(1, 20), side=st.integers(20, 33))
 def test_enlarging_matches_torchvision(width: int, height: int, side: int) -> None:
     image = noise(width * height, width, height)
-    found = Transforms(image_size=side, upscale=True).fit(image)
-    assert torch.equal(found, expected(image, side))
+    assert torch.equal(Transforms(image_size=side, upscale=True).fit(image), expected(image, side))
 
 
 @given(

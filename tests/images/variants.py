@@ -54,8 +54,7 @@ def chunk(kind: bytes, content: bytes) -> bytes:
 def png(rows: Any, bits: int, colour: int, *extra: bytes) -> bytes:
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", SIDE, SIDE, bits, colour, 0, 0, 0))
     raw = b"".join(b"\0" + packed(row[None], bits) for row in rows)
-    content = chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + head + b"".join(extra) + content
+    return b"\x89PNG\r\n\x1a\n" + head + b"".join(extra) + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")
 
 
 def tiff(raw: bytes, bits: int, samples: int, photometric: int, order: str = "<", **more: list[int]) -> bytes:
@@ -174,8 +173,7 @@ def of_tiff() -> Iterator[Variant]:
         for bits in (1, 2, 4, 8):
             colours, place = _DRAW.integers(0, 256, (2**bits, 3)), LEVELS % 2**bits
             for kind, scale in (("palette", 257), ("palette-of-bytes", 1)):
-                table = (scale * colours.T).reshape(-1).tolist()
-                made = tiff(packed(place, bits), bits, 1, 3, t320=table, **how)
+                made = tiff(packed(place, bits), bits, 1, 3, t320=(scale * colours.T).reshape(-1).tolist(), **how)
                 yield f"{name}-{kind}-{bits}", made, colours[place]
     for orientation in range(1, 9):
         turned = upright(grey(8), orientation)
@@ -212,8 +210,7 @@ def of_others() -> Iterator[Variant]:
         yield f"{bytes_each}.sgi", head + four.astype(f">u{bytes_each}").tobytes(), over_white(RGB, ALPHA)
     colour, see_through = of_bytes(RGB), of_bytes(numpy.dstack([RGB, ALPHA]))
     (_, inner, twin), *_ = [one for one in of_png() if one[0] == "rgb-alpha-8"]
-    entry = struct.pack("<HHHBBBBHHII", 0, 1, 1, SIDE, SIDE, 0, 0, 1, 32, len(inner), 22)
-    yield "png.ico", entry + inner, twin
+    yield "png.ico", struct.pack("<HHHBBBBHHII", 0, 1, 1, SIDE, SIDE, 0, 0, 1, 32, len(inner), 22) + inner, twin
     for kind, suffix, options in (
         ("WEBP", "webp", {"lossless": True, "exact": True}),
         ("QOI", "qoi", {}),
