@@ -20,8 +20,7 @@ DTYPES = [
 
 
 def example(dtype, shape):
-    values = torch.arange(torch.Size(shape).numel()).reshape(shape) % 5
-    return values.to(dtype)
+    return (torch.arange(torch.Size(shape).numel()).reshape(shape) % 5).to(dtype)
 
 
 @given(
@@ -38,8 +37,7 @@ def test_safetensors_reads_the_written_tensors(kinds, tmp_path_factory):
     read = load_file(path)
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert read[name].dtype == tensor.dtype
-        assert read[name].shape == tensor.shape
+        assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
         if tensor.numel():
             here, there = (value.reshape(-1).view(torch.uint8) for value in (read[name], tensor))
             assert torch.equal(here, there)
@@ -135,8 +133,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
 def test_a_run_directory_that_goes_away_just_before_a_write_is_no_mistake_in_the_input(tmp_path, remains):
     run = tmp_path / "run"
     run.mkdir()
-    refusal = refused(StorageError, run, ".lock", "moved or removed")
-    with locked(run), refusal, writing(run / "metrics.jsonl"):
+    with locked(run), refused(StorageError, run, ".lock", "moved or removed"), writing(run / "metrics.jsonl"):
         run.rename(tmp_path / "elsewhere")
         if remains == "a file":
             run.touch()

@@ -54,16 +54,14 @@ def test_an_empty_key_is_a_key() -> None:
 
 def test_names_are_paths_and_names_of_weights_are_unchanged() -> None:
     flat, tree = flatten({"0.weight": torch.zeros(1), "a/b": {"c~d": torch.zeros(1), "n": 1}})
-    assert list(flat) == ["0.weight", "a~1b/c~0d"]
-    assert tree == {"a/b": {"n": 1}}
+    assert (list(flat), tree) == (["0.weight", "a~1b/c~0d"], {"a/b": {"n": 1}})
 
 
 def test_flattening_a_state_does_not_change_it() -> None:
     state = {"a": {"t": torch.zeros(1), "n": 1}}
     flat, tree = flatten(state)
     unflatten(flat, tree)["a"]["n"] = 2
-    assert list(state["a"]) == ["t", "n"]
-    assert tree == {"a": {"n": 1}}
+    assert (list(state["a"]), tree) == (["t", "n"], {"a": {"n": 1}})
 
 
 @pytest.mark.parametrize(

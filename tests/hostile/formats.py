@@ -171,8 +171,7 @@ def lines_of(path: Path, good: list[Any], needs_end: bool = False) -> list[Any]:
     """Return the values of the lines in a damaged file that are as they were."""
     if not path.is_file():
         return []
-    whole = Path(KEPT).read_bytes().splitlines()
-    known = dict(zip(whole, good, strict=True))
+    known = dict(zip(Path(KEPT).read_bytes().splitlines(), good, strict=True))
     lines = path.read_bytes().splitlines(keepends=True)
     return [known[line.strip()] for line in lines if line.strip() in known and (line.endswith(b"\n") or not needs_end)]
 
@@ -365,8 +364,7 @@ def make_labels(folder: Path) -> None:
     rows = [(f"{k}.png", k % 3) for k in range(NUM)]
     with (folder / "l.csv").open("w") as file:
         csv.writer(file).writerows([("file", "label"), *rows])
-    lines = (json.dumps({"file": name, "label": label}) for name, label in rows)
-    (folder / "l.jsonl").write_text("\n".join(lines))
+    (folder / "l.jsonl").write_text("\n".join(json.dumps({"file": name, "label": label}) for name, label in rows))
 
 
 def make_arrays(folder: Path) -> None:

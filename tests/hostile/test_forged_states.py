@@ -30,7 +30,7 @@ from hookdiff_loss import LossMonitor
 from hookdiff_nan import NaN
 from hookdiff_nan.replay import replay, retrain
 from hookdiff_stop_early import StopEarly
-from tests.conftest import check_facts, contents, mostly_wide, wide, write_small
+from tests.conftest import check_facts, contents, mostly_wide, toy_run, wide, write_small
 from tests.hostile.mutations import CANARY, TENSORS, Bomb, forge_tensors, forge_value, scalars
 from tests.on_ranks import done
 from tests.saved_on_ranks import run, spec_of
@@ -119,8 +119,7 @@ def make_kept(folder: Path) -> None:
         "optimizer": {"use": "sgd", "lr": 1e4},
         "plugins": {"checkpoint": {"every": 1}, "clip": {"rule": "adaptive"}, "amp": {"precision": "off"}},
     }
-    loop = build_loop(load_config(write_small(folder / "config.toml", **tables)), folder / "run")
-    assert loop.run() == "on_nan"
+    assert build_loop(load_config(write_small(folder / "config.toml", **tables)), folder / "run").run() == "on_nan"
     assert [path.name for path in (folder / "run" / "nan").iterdir()] == [Path(KEPT).name]
 
 
@@ -317,8 +316,7 @@ def test_any_bytes_of_a_kept_step(data: st.DataObject, forged: Forged) -> None:
 
 
 def of_other_sizes(given: object) -> dict[str, torch.Tensor]:
-    other = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.SiLU(), torch.nn.Linear(9, 4))
-    return dict(other.state_dict())
+    return dict(torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.SiLU(), torch.nn.Linear(9, 4)).state_dict())
 
 
 def moment(name: str, kind: str) -> Forge:
@@ -426,9 +424,7 @@ def test_momentum_may_be_added_on_resume(tmp_path: Path) -> None:
     def run(momentum: float, steps: int, resume: bool) -> Loop:
         optimizers = partial(lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum))
         options: dict[str, Any] = {"run_dir": tmp_path, "resume": resume, "steps": steps}
-        loop = toy_loop({"checkpoint": Checkpoint()}, optimizers=optimizers, **options)
-        loop.run()
-        return loop
+        return toy_run({"checkpoint": Checkpoint()}, optimizers=optimizers, **options)
 
     run(0.0, 4, resume=False)
     assert run(0.9, 6, resume=True).progress.step == 6

@@ -52,8 +52,7 @@ def test_hostile_names_of_pictures_and_classes(tmp_path: Path, names: list[str],
     assert len(feed.classes) == len(feed.training) == len(names)
     for text in (*feed.classes, *map(feed.describe, range(len(names)))):
         assert text.isprintable()
-    found = {batch.inputs.sum().item() for batch in feed.unaugmented(torch.arange(len(names)), 1)}
-    assert len(found) == len(names)
+    assert len({batch.inputs.sum().item() for batch in feed.unaugmented(torch.arange(len(names)), 1)}) == len(names)
     if broken:
         (root / names[0] / f"{names[0]}.png").write_bytes(b"nothing")
         with pytest.raises(UserError) as caught:
@@ -96,8 +95,7 @@ def test_reports_escape_names(hookdiff: Any, evil: Path) -> None:
         *found["unreadable"]["files"],
         *(name for g in found["duplicates"]["groups"] for name in g),
     ]
-    assert len(found["classes"]) == len(EVIL)
-    assert found["unreadable"]["count"] == 1
+    assert (len(found["classes"]), found["unreadable"]["count"]) == (len(EVIL), 1)
     assert all(name.isprintable() for name in names)
 
 

@@ -25,6 +25,7 @@ from hookdiff.testing.compare import assert_same, weights
 from hookdiff_checkpoint import find_checkpoints, read_checkpoint
 from hookdiff_ema.snapshots import find_snapshots, plan, reconstruct
 from hookdiff_nan.record import read_record
+from tests.conftest import ran
 from tests.hostile.formats import STEP, run_of
 from tests.hostile.mutations import in_time, listing, replace
 
@@ -76,9 +77,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    loop = build(tmp_path_factory.mktemp("whole") / "run")
-    loop.run()
-    return weights(loop)
+    return weights(ran(build(tmp_path_factory.mktemp("whole") / "run")))
 
 
 @pytest.fixture(autouse=True)
@@ -235,9 +234,7 @@ def test_a_directory_that_a_link_still_leads_to_is_the_same(tmp_path: Path, whol
         move(tmp_path / "run")
         (tmp_path / "run").symlink_to("elsewhere")
 
-    loop = build(tmp_path / "run", Attack(4, strike))
-    loop.run()
-    assert_same(weights(loop), whole)
+    assert_same(weights(ran(build(tmp_path / "run", Attack(4, strike)))), whole)
     assert find_checkpoints(tmp_path / "elsewhere")[0][0].path.name == f"step-{STEPS:08d}"
 
 

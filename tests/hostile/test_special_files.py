@@ -54,8 +54,7 @@ OPENED: dict[str, tuple[str, dict[str, Any], Callable[[], None], str]] = {
 @pytest.mark.parametrize("name", mostly_wide(3, OPENED))
 def test_what_is_no_file_is_refused(name: str, kind: str, hookdiff: Callable[..., tuple[int, str, str]]) -> None:
     place, tables, make, fact = OPENED[name]
-    needs = {"settings": "datasets", "numbers": "diffusers"}
-    if package := needs.get(name):
+    if package := {"settings": "datasets", "numbers": "diffusers"}.get(name):
         pytest.importorskip(package)
     make()
     Path(place).unlink(missing_ok=True)

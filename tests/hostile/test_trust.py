@@ -295,8 +295,7 @@ def test_classes_and_annotated_functions_are_taken(user_module: Callable[..., No
         table, _, key = place.partition(".")
         for name in names:
             given = {"in_features": 1, "out_features": 1} if "Net" in name else {}
-            config = load_small(**{table: {key: f"hd_fitting:{name}", **given}})
-            assert config.needs_trust == (f"hd_fitting:{name}",)
+            assert load_small(**{table: {key: f"hd_fitting:{name}", **given}}).needs_trust == (f"hd_fitting:{name}",)
 
 
 @pytest.mark.parametrize("name", ["net", "named", "one"])
@@ -319,8 +318,7 @@ def test_only_a_trusted_run_runs_its_own_code(
     home, away = tmp_path / "home", tmp_path / "away"
     home.mkdir()
     away.mkdir()
-    code = "from hookdiff_networks import UNet\nclass Net(UNet): ...\n"
-    (home / "hd_own.py").write_text(code)
+    (home / "hd_own.py").write_text("from hookdiff_networks import UNet\nclass Net(UNet): ...\n")
     run, table = home / "run", {"model": {**SMALL["model"], "use": "hd_own:Net"}}
     path = write_small(home / "own.toml", run={"steps": 2, "plugins": ["checkpoint"]}, **table)
     output(finish(start(away, "run", path, "--out", run)))

@@ -236,8 +236,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     variables |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONSAFEPATH": "1"}
     variables |= {"HOME": str(home), "TORCH_HOME": str(home / "torch"), "HF_HOME": str(home / "hf")}
-    code = f"from tests.hostile.test_trust_network import train\ntrain({names!r})"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", f"from tests.hostile.test_trust_network import train\ntrain({names!r})"]
     done = subprocess.run(command, cwd=home, env=variables, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]

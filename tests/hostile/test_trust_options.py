@@ -111,8 +111,7 @@ def test_a_run_opens_nothing_of_its_choice(run: Path, server: str, hookdiff: Cal
     config, before = written(run, server, *OPENED[0]), listing(run.parent)
     result = hookdiff(command, run if command in ("doctor", "resume") else config)
     check_refused(result, config, "data.storage_options", "--trust")
-    assert Counting.asked == []
-    assert listing(run.parent) == before
+    assert (Counting.asked, listing(run.parent)) == ([], before)
 
 
 @pytest.mark.parametrize(("path", "options"), [*mostly_wide(3, OPENED), *mostly_wide(4, REMOTE)])
@@ -127,12 +126,10 @@ def test_options_and_urls_need_trust(run: Path, server: str, path: Any, options:
 @pytest.mark.parametrize(("path", "options"), mostly_wide(6, OPENED))
 def test_nobody_opens_one_url_by_another(run: Path, server: str, path: Any, options: dict[str, Any]) -> None:
     before = listing(run.parent)
-    text = tomli_w.dumps({"path": path, "options": options}).replace("HOST", server)
-    given = tomli.loads(text)
+    given = tomli.loads(tomli_w.dumps({"path": path, "options": options}).replace("HOST", server))
     with pytest.raises(ValueError, match=r"URL|storage_options|own/0\.tar"):
         shards(given["path"], storage_options=given["options"])
-    assert [path for path, _ in Counting.asked if "evil" in path] == []
-    assert listing(run.parent) == before
+    assert ([path for path, _ in Counting.asked if "evil" in path], listing(run.parent)) == ([], before)
 
 
 def test_headers_of_the_user_reach_the_server(run: Path, server: str) -> None:
@@ -226,8 +223,7 @@ def test_a_run_writes_only_in_its_own_directory(run: Path, key: str, tables: dic
 
 def test_folders_are_compared_by_where_they_are(run: Path) -> None:
     def refused_for(folder: str) -> list[str]:
-        found = dangers(Store, {"cache_dir": folder}, {"cache_dir": folder}, "data", run)
-        return [place for place, _ in found]
+        return [place for place, _ in dangers(Store, {"cache_dir": folder}, {"cache_dir": folder}, "data", run)]
 
     outside = ["own", str(run.parent / "own"), "~/own", "run/../own", "run/link", "run/link/x", ".", "", "/", "runs"]
     assert [folder for folder in outside if not refused_for(folder)] == []
@@ -289,14 +285,12 @@ def test_the_readme_of_a_data_set_opens_only_plain_urls(run: Path, server: str, 
 @pytest.mark.parametrize("tracker", mostly_wide(1, ["tensorboard", "wandb"]))
 def test_a_tracker_follows_no_link_out_of_the_run(run: Path, hookdiff: Callable[..., Any], tracker: str) -> None:
     pytest.importorskip(tracker)
-    kept = run.parent / "own" / "events.out.tfevents.hookdiff.1.v2"
-    kept.write_text("own")
+    (run.parent / "own" / "events.out.tfevents.hookdiff.1.v2").write_text("own")
     write_small(run / "config.toml")
     (run / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "loss": 0.5}\n')
     (run / tracker).symlink_to(run.parent / "own")
     before = listing(run.parent / "own")
-    result = hookdiff("mirror", run, "--to", tracker, "--set", "timeout=300")
-    check_refused(result, run / tracker, run.parent / "own")
+    check_refused(hookdiff("mirror", run, "--to", tracker, "--set", "timeout=300"), run / tracker, run.parent / "own")
     assert listing(run.parent / "own") == before
 
 

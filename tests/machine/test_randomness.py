@@ -119,8 +119,7 @@ def test_tensors_are_mixed_like_numbers(values: list[int]) -> None:
     parts=st.lists(st.integers(0, 2**40), min_size=1, max_size=9),
 )
 def test_numbers_of_a_part_are_those_of_its_seed(seed: int, position: int, parts: list[int]) -> None:
-    numbers = uniforms(seed, "augment", position, torch.tensor(parts), 3)
-    for part, row in zip(parts, numbers.tolist(), strict=True):
+    for part, row in zip(parts, uniforms(seed, "augment", position, torch.tensor(parts), 3).tolist(), strict=True):
         state = derive_seed(seed, "augment", position, part=part)
         outputs = [splitmix64((state + step * 0x9E3779B97F4A7C15) % 2**64) for step in range(3)]
         assert row == [(output >> 11) / 2**53 for output in outputs]

@@ -7,8 +7,7 @@ from tests.conftest import two_ranks
 
 
 def test_a_single_process_is_the_first_of_one_rank() -> None:
-    assert (rank(), num_ranks()) == (0, 1)
-    assert [first_rank_says(value) for value in (True, False)] == [True, False]
+    assert (rank(), num_ranks(), [first_rank_says(value) for value in (True, False)]) == (0, 1, [True, False])
 
 
 @pytest.mark.parametrize("other", [False, True])

@@ -26,8 +26,7 @@ def test_processes_import_nothing_of_the_working_directory(tmp_path: Path, start
     here, config, run = tmp_path / "here", tmp_path / "own.toml", tmp_path / "run"
     here.mkdir()
     for module in {*sys.stdlib_module_names, "sitecustomize", "torch", "numpy", "hookdiff", "aim", "alembic"}:
-        text = f"open({str(tmp_path / 'ran')!r}, 'a').write('{module} ')"
-        (here / f"{module}.py").write_text(text)
+        (here / f"{module}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{module} ')")
     for index in range(4):
         (tmp_path / "pictures").mkdir(exist_ok=True)
         Image.fromarray(numpy.full((8, 8, 3), index, numpy.uint8)).save(tmp_path / "pictures" / f"{index}.png")

@@ -132,8 +132,7 @@ def test_of_several_values_of_a_step_the_last_one_counts(tmp_path: Path) -> None
 
 def test_the_step_is_that_of_the_last_line_or_of_the_end(tmp_path: Path) -> None:
     lines = [{"step": 5, "time": 1.0}]
-    assert History(run_dir(tmp_path / "new")).step == 0
-    assert History(run_dir(tmp_path / "cut", metrics=lines)).step == 5
+    assert (History(run_dir(tmp_path / "new")).step, History(run_dir(tmp_path / "cut", metrics=lines)).step) == (0, 5)
     assert History(run_dir(tmp_path / "end", metrics=lines, **{"outcome.json": '{"step": 6}'})).step == 6
     assert History(run_dir(tmp_path / "odd", metrics=lines, **{"outcome.json": '{"step": "6"}'})).step == 5
 
@@ -165,8 +164,7 @@ def test_a_half_written_last_line_is_left_out_without_a_warning(
 def test_a_run_is_found_by_its_directory_and_by_a_checkpoint(tmp_path: Path) -> None:
     path = run_dir(tmp_path / "run")
     (path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    assert History.of(path).run_dir == path
-    assert History.of(path / "checkpoints" / "step-00000001").run_dir == path
+    assert (History.of(path).run_dir, History.of(path / "checkpoints" / "step-00000001").run_dir) == (path, path)
     assert History.of(path).config == {"run": {"steps": 10}}
     with refused(UserError, tmp_path / "rum", "'run'"):
         History.of(tmp_path / "rum")
@@ -220,11 +218,9 @@ def test_pictures_are_those_that_a_run_has_logged(tmp_path: Path) -> None:
         os.mkfifo(path / "samples" / "step-00000009.png")
     pictures = find_pictures(path)
     assert pictures == {"samples": {step: files[step] for step in sorted(files)}, "samples/denoising": {5: inner}}
-    assert list(pictures["samples"]) == [5, 1000, 200_000_000]
-    assert newest_picture(path, "samples") == files[200_000_000]
+    assert (list(pictures["samples"]), newest_picture(path, "samples")) == ([5, 1000, 200_000_000], files[200_000_000])
     files[200_000_000].write_bytes(b"no picture")
-    assert newest_picture(path, "samples") == files[1000]
-    assert newest_picture(path, "samples/denoising") == inner
+    assert (newest_picture(path, "samples"), newest_picture(path, "samples/denoising")) == (files[1000], inner)
     assert newest_picture(path, "others") is None
 
 
@@ -245,8 +241,7 @@ def test_a_picture_that_would_fill_the_memory_is_left_out(tmp_path: Path) -> Non
     whole = path.read_bytes()
     header = b"IHDR" + (200_000).to_bytes(4, "big") * 2 + whole[24:29]  # with width and height
     path.write_bytes(whole[:12] + header + zlib.crc32(header).to_bytes(4, "big") + whole[33:])
-    assert find_pictures(path.parents[1]) == {}
-    assert newest_picture(path.parents[1], "samples") is None
+    assert (find_pictures(path.parents[1]), newest_picture(path.parents[1], "samples")) == ({}, None)
 
 
 def test_skim_parses_the_lines_that_are_asked_for(tmp_path: Path) -> None:
@@ -259,12 +254,9 @@ def test_skim_parses_the_lines_that_are_asked_for(tmp_path: Path) -> None:
         parsed.append(line["step"])
         return parse_metrics(line)
 
-    path = run_dir(tmp_path / "run", metrics=lines) / "metrics.jsonl"
-    skim = Skim(path, parse)
-    assert [line.step for line in skim.having("fd/")] == [3, 7]
-    assert next(skim.backwards()).step == 9
-    assert next(skim.backwards("fd/y")).step == 7
-    assert parsed == [3, 7, 9, 7]
+    skim = Skim(run_dir(tmp_path / "run", metrics=lines) / "metrics.jsonl", parse)
+    assert ([line.step for line in skim.having("fd/")], next(skim.backwards()).step) == ([3, 7], 9)
+    assert (next(skim.backwards("fd/y")).step, parsed) == (7, [3, 7, 9, 7])
     assert [line.step for line in skim.backwards()] == [*range(9, -1, -1)]
     assert [line.step for line in skim.backwards("fd/")] == [7, 3]
     assert list(skim.having("none")) == list(skim.backwards("none")) == []

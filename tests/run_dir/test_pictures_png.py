@@ -39,13 +39,10 @@ def test_the_pictures_after_a_step_are_found_and_no_others_opened(
     paths = {step: save(tmp_path, "samples", step) for step in (1, 90_000_000, 100_000_000)}
     opened, open_image = [], Image.open
     monkeypatch.setattr(Image, "open", lambda path, **how: opened.append(path) or open_image(path, **how))
-    assert picture_files(tmp_path, "samples") == paths
-    assert list(picture_files(tmp_path, "samples")) == list(paths)
-    assert picture_files(tmp_path, "none") == {}
-    assert opened == []
+    assert (picture_files(tmp_path, "samples"), list(picture_files(tmp_path, "samples"))) == (paths, list(paths))
+    assert (picture_files(tmp_path, "none"), opened) == ({}, [])
     assert find_pictures(tmp_path, after=1) == {"samples": {step: paths[step] for step in list(paths)[1:]}}
-    assert opened == list(paths.values())[1:]
-    assert find_pictures(tmp_path, after=100_000_000) == {}
+    assert (opened, find_pictures(tmp_path, after=100_000_000)) == (list(paths.values())[1:], {})
 
 
 def test_a_folder_may_vanish_during_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
