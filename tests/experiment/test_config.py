@@ -192,7 +192,7 @@ def test_golden_message_of_a_config_with_all_kinds_of_problems(folder):
     assert lines[:4] == [
         "  --set nonsense: write table.key=value",
         "  run.seed: must be >= 0: -1",
-        "  model.use: unknown 'dti'; did you mean 'dit'?; known: dit, unet, or module:Name",
+        "  model.use: unknown 'dti'; did you mean 'dit'?; known: dit, pretrained, unet, or module:Name",
         "  optimizer.lr: expected a number, got 'x'",
     ]
     assert lines[4].startswith("  sampling.step: unknown key; did you mean 'steps'?; known: ")
