@@ -6,7 +6,7 @@ from .adapters import (
     takes_time_later as takes_time_later,
 )
 from .attention_forms import Form as Form, attention as attention, use_attention as use_attention
-from .base import has_base as has_base, leave_out_base as leave_out_base, mark_base as mark_base
+from .base import has_base as has_base, leave_out_base as leave_out_base, left_out as left_out, mark_base as mark_base
 from .compiler import compiled as compiled, compiler_errors as compiler_errors, try_compiler as try_compiler
 from .footprint import HeldBytes as HeldBytes, as_fake as as_fake, storages as storages
 from .init import LAYERS as LAYERS, is_zero as is_zero, layers_called as layers_called

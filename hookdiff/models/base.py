@@ -49,8 +49,8 @@ def leave_out_base(model: nn.Module) -> None:
         if not _names(module, _LEFT_OUT):
             module.register_state_dict_post_hook(_remove)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(_put_in)  # type: ignore[no-untyped-call]
-        buffers = frozenset[str]() if isinstance(module, _NormBase) else names & module._buffers.keys()
-        setattr(module, _LEFT_OUT, frozen[module] | buffers)
+        saved = module._buffers.keys() - module._non_persistent_buffers_set
+        setattr(module, _LEFT_OUT, frozen[module] | (frozenset() if isinstance(module, _NormBase) else names & saved))
 
 
 def left_out(model: nn.Module) -> Iterator[str]:
@@ -82,5 +82,4 @@ def _remove(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> No
 
 def _put_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     held = {**module._parameters, **module._buffers}
-    kept = _names(module, _LEFT_OUT) - module._non_persistent_buffers_set
-    state.update({prefix + name: held[name] for name in kept if held.get(name) is not None})
+    state.update({prefix + name: held[name] for name in _names(module, _LEFT_OUT) if held.get(name) is not None})

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 from hookdiff import UserError, listed
 from hookdiff.cli import check_free
 from hookdiff.disk import new_file, write_tensors
+from hookdiff.models import left_out
 
 SUFFIX = ".safetensors"
 
@@ -45,9 +46,11 @@ def about(name: str, step: int) -> dict[str, str]:
 def plain_tensors(net: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of `net`, with the values of parametrised weights in place of their parametrisations.
 
-    The state that `get_extra_state` returns is left out.
+    A frozen base, which the state of `net` leaves out, is there too. What `get_extra_state` returns is left out.
     """
-    state = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
+    held = {**dict(net.named_parameters(remove_duplicate=False)), **dict(net.named_buffers(remove_duplicate=False))}
+    state = {name: held[name].detach() for name in left_out(net) if name in held}
+    state |= {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
     tensors = {name: value for name, value in state.items() if ".parametrizations." not in f".{name}"}
     for path, module in net.named_modules():
         if parametrize.is_parametrized(module):

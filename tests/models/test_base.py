@@ -8,6 +8,7 @@ from hookdiff.models.base import found_in_base, has_base, leave_out_base, left_o
 from hookdiff.testing.compare import assert_same
 from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
+from hookdiff_checkpoint.export import plain_tensors
 from hookdiff_ema import EMA
 from tests.conftest import acting, refused
 
@@ -50,6 +51,7 @@ def test_a_state_has_the_adapter_and_the_statistics_alone() -> None:
     assert [*model.state_dict()] == [*copy.deepcopy(model).state_dict()] == [*ADAPTER, *STATISTICS]
     frozen = ["0.base_layer.weight", "0.base_layer.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
     assert sorted(left_out(model)) == sorted([*frozen, "table"])
+    assert plain_tensors(model).keys() == {*frozen, "table", *ADAPTER, *STATISTICS}  # an export is whole
     before, halves = copy.deepcopy(model), {name: value + 1 for name, value in model.state_dict().items()}
     assert str(model.load_state_dict(halves)) == "<All keys matched successfully>"
     assert_same(model.state_dict(), halves)
