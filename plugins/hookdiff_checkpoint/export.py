@@ -34,8 +34,8 @@ def write_weights(out: Path, net: nn.Module, metadata: Mapping[str, str]) -> str
         write_tensors(path, plain_tensors(net), metadata)
     others = [name for name, value in net.state_dict().items() if not isinstance(value, Tensor)]
     strict = ", strict=False" if others else ""
-    left_out = f"\n  left out, since they are not tensors: {listed(others, 3)}" if others else ""
-    return f"model.load_state_dict(safetensors.torch.load_file({str(out)!r}){strict}){left_out}"
+    note = f"\n  left out, since they are not tensors: {listed(others, 3)}" if others else ""
+    return f"model.load_state_dict(safetensors.torch.load_file({str(out)!r}){strict}){note}"
 
 
 def about(name: str, step: int) -> dict[str, str]:
