@@ -19,6 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "diversity": {"every": 4, "num_samples": 20, "modes": 2},
     "ema": {"decay": 0.9, "std": [0.05, 0.1], "snapshot_every": 4},
     "fid": {"every": 4, "num_samples": 8},
+    "lora": {"targets": ["1", "2.*"]},
     "loss": {"window": 20, "plateau": 0},
     "lr": {"warmup": 3},
     "memory": {"empty_cache_every": 6},

@@ -36,7 +36,7 @@ QUESTIONS = {  # what people type, and the page that answers it
     "W&B": "use-a-tracker",
     "another machine": "resume-a-run",
     "video": "use-your-own-data",
-    "LoRA": "start-from-weights",
+    "LoRA": "train-an-adapter",
     "kohya": "from-other-trainers",
     "resume": "resume-a-run",
     "out of memory": "train-with-less-memory",

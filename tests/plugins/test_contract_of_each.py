@@ -13,7 +13,13 @@ from tests.conftest import wide
 from tests.first_party import COSTLY, KINDS, LOOP, OPTIONS, net
 
 SHORT: dict[str, Any] = {**LOOP, "steps": 8}  # two epochs
-CHANGES: dict[str, Any] = {"amp": "training", "clip": "training", "lr": "training", "spectral": "model"}
+CHANGES: dict[str, Any] = {
+    "amp": "training",
+    "clip": "training",
+    "lora": "model",
+    "lr": "training",
+    "spectral": "model",
+}
 
 
 @pytest.mark.parametrize("name", [*sorted(KINDS.keys() - COSTLY), *wide(*sorted(COSTLY))])
