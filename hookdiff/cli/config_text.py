@@ -16,6 +16,7 @@ from hookdiff.options.help import keys
 from hookdiff.options.structure import described, fields_of, options_of, parameters
 
 SET = "# set"  # behind a key that the config or the command line sets
+FILLED = "# of the model"  # behind a key that a part, such as a pretrained network, sets
 
 Path = tuple[str, ...]
 
@@ -85,7 +86,8 @@ def toml_lines(tables: Sequence[Table], config: Config, plugins: bool, call: str
         for key, value in table.values.items():
             place = (*table.path, key)
             is_set = _is_set(place, config.given) or (plugins and place == ("run", "plugins"))
-            yield f"{_key(key)} = {_in_line(value)}" + f"  {SET}" * is_set
+            mark = SET if is_set else FILLED if _is_filled(place, config.filled) else ""
+            yield f"{_key(key)} = {_in_line(value)}" + f"  {mark}" * bool(mark)
         for key, text in table.without_value.items():
             yield f"# {_key(key)}: {shown(text) or 'not set'}"
 
@@ -145,6 +147,10 @@ def _is_set(place: Path, given: Any) -> bool:
             return False
         given = given[key]
     return True
+
+
+def _is_filled(place: Path, filled: Sequence[str]) -> bool:
+    return any(f"{'.'.join(place)}.".startswith(f"{each}.") for each in filled)
 
 
 def _key(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Literal
 
@@ -22,6 +21,7 @@ from hookdiff.diffusion.process import IMAGE, Point, Process
 from hookdiff.diffusion.solvers import Solver
 from hookdiff.diffusion.spacing import Spacing
 from hookdiff.errors import UserError
+from hookdiff.models.base import half_computed
 from hookdiff.models.compiler import compiled
 from hookdiff.models.objective import AnyObjective, LossFunction
 from hookdiff.models.sampler import Sampler
@@ -188,8 +188,7 @@ class Sampling(Sampler):
         # Not inference_mode: a tensor that the network caches in it, such as a table of positions, could not be used in
         # a later backward pass. It is not faster either. Autocast is around all steps, so that the
         # weights are cast once; it leaves the additions and multiplications of the steps alone.
-        is_cast = self.precision == "bf16"
-        with torch.no_grad(), torch.autocast(results.device.type, torch.bfloat16) if is_cast else nullcontext():
+        with torch.no_grad(), half_computed(net, results.device, always=self.precision == "bf16"):
             for start in range(0, len(results), self.batch_size):
                 rows = slice(start, start + self.batch_size)
                 x = standard_normal(shape, generators[rows], results.device) if noise is None else noise[rows]
@@ -220,7 +219,8 @@ class Sampling(Sampler):
         Raises:
             ValueError: naming the key, for options that do not fit `diffusion`.
         """
-        _, steps, spacing, _ = self._parts(diffusion.process)
+        sampler, steps, spacing, _ = self._parts(diffusion.process)
+        sampler.check(diffusion.process)
         self.guidance.check(diffusion)
         return spacing.points(diffusion.process, steps)
 

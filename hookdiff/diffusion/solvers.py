@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hookdiff.diffusion.chain import Chain
 from hookdiff.diffusion.prediction import q_sample
-from hookdiff.diffusion.process import Point
+from hookdiff.diffusion.process import VP, Point, Process
 from hookdiff.options.choices import Choice
 from hookdiff.options.fields import about, between
 
@@ -26,6 +26,9 @@ class Solver(Choice, ABC):
 
     kind = "sampler"
     usual_steps: ClassVar[int] = 50  # default number of steps of a chain
+
+    def check(self, process: Process) -> None:
+        """Raise ValueError, naming `sampler`, unless the solver can be used with `process`."""
 
     @abstractmethod
     def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
@@ -46,8 +49,23 @@ class DDIM(Solver):
     """
 
     eta: float = field(default=0.0, validator=between(0, 1), metadata=about("share of DDPM's noise added in each step"))
+    final: Literal["image", "first"] = field(
+        default="image",
+        validator=in_(("image", "first")),
+        metadata=about(
+            'where the last step ends: "image", or "first": at timestep 0, which has some noise left; only process '
+            '"vp" or "ddpm" (set_alpha_to_one = false in diffusers)'
+        ),
+    )
+
+    def check(self, process: Process) -> None:
+        if self.final == "first" and not isinstance(process, VP):
+            raise ValueError(f"'sampler.final' cannot be 'first' for process {process.use!r}, which has no timesteps")
 
     def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
+        process = chain.diffusion.process
+        if self.final == "first" and not end.sigma and isinstance(process, VP):
+            [end] = process.at_timesteps([0])
         x0, noise = chain.predict(x, start)
         fresh = self.eta**2 * _added_variance(start, end) * (end.sigma / start.sigma) ** 2  # variance
         mean = end.alpha * x0 + math.sqrt(max(0.0, end.sigma**2 - fresh)) * noise

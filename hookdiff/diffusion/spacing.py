@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 
 from attrs import define, evolve, field
-from attrs.validators import gt
+from attrs.validators import ge, gt
 
 from hookdiff.diffusion.process import VP, Flow, Point, Process
 from hookdiff.options.choices import Choice
@@ -34,16 +34,26 @@ class Trailing(Spacing):
 
 @define(frozen=True)
 class Leading(Spacing):
-    """Timesteps floor(i T / N) of process "vp", so that the last timestep is 0.
+    """Timesteps floor(i T / N) + offset of process "vp", so that the last timestep is the offset.
 
     The first timestep is up to T / N before the noisiest. The network expects traces of an image there, but pure
     noise has none (Lin et al. 2023, arXiv 2305.08891, section 3.3).
     """
 
+    offset: int = field(
+        default=0, validator=ge(0), metadata=about("added to each timestep; the steps_offset of diffusers")
+    )
+
     def points(self, process: Process, steps: int) -> list[Point]:
         if not isinstance(process, VP):
             raise ValueError(f"'spacing' cannot be 'leading' for process {process.use!r}, which has no timesteps")
-        return process.at_timesteps([i * process.timesteps // steps for i in reversed(range(steps))])
+        timesteps = [i * process.timesteps // steps + self.offset for i in reversed(range(steps))]
+        if timesteps[0] >= process.timesteps:
+            most = process.timesteps - 1 - (timesteps[0] - self.offset)
+            raise ValueError(
+                f"'spacing.offset' = {self.offset} leads beyond the last timestep; with these steps at most {most}"
+            )
+        return process.at_timesteps(timesteps)
 
 
 @define(frozen=True)

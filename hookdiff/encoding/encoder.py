@@ -204,6 +204,14 @@ class TextEncoder(Encoder):
         """Whether the model also gets size and crop of each picture, as the condition NAME_time_ids; see TimeIds."""
         return False
 
+    @property
+    def keywords(self) -> Mapping[str, str]:
+        """A network's keywords for the conditions, by what follows the name of the encoder, as {"_mask": "mask"}.
+
+        Empty if the encoder does not know the network.
+        """
+        return {}
+
     @abstractmethod
     def open(self, device: torch.device) -> EncodedTexts:
         """Load the network, which may also have the members of `TokenCounts`."""

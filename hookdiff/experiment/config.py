@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from inspect import signature
@@ -29,6 +30,7 @@ from hookdiff.encoding.captions import CaptionKeys
 from hookdiff.encoding.encoder import INPUTS, EncoderKeys
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest
 from hookdiff.experiment.discovery import LeftOut, is_needed, plugin_class, plugin_name
+from hookdiff.experiment.filled import fill
 from hookdiff.experiment.import_folders import search
 from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
 from hookdiff.experiment.own_runs import is_remembered, remember
@@ -48,7 +50,7 @@ from hookdiff.models.init import Initialisation
 from hookdiff.options.choices import Choice, check_claims, path_of
 from hookdiff.options.default_names import DEFAULT_OPTIMIZER, DEFAULT_PLUGINS
 from hookdiff.options.fields import Fixed, about, between, is_below
-from hookdiff.options.fitted import fit_to
+from hookdiff.options.fitted import Fitted, fit_to
 from hookdiff.options.imports import TRUST, import_object, importing, installed
 from hookdiff.options.structure import (
     Problems,
@@ -145,39 +147,47 @@ class Section:
         """The kind of the part, as entry points write it: "source", "model" or "optimizer"."""
         return self.table if self.key == "use" else self.key
 
-    def read(self, table: Mapping[str, Any], problems: Problems) -> Part | None:
-        """Return the part that `table` names. On failure add the reason to `problems` and return None."""
-        use, target = table.get(self.key, self.default), None
-        preset: Mapping[str, Any] = {}
+    def choose(self, table: Mapping[str, Any], problems: Problems) -> Fitted | None:
+        """Return the target that `table` names, with its keys. On failure add the reason to `problems`."""
         try:
-            target = self.target(use)
+            target = self.target(table.get(self.key, self.default))
         except UserError as error:
             problems.add(f"{self.table}.{self.key}", error)
-        else:
-            target, preset = self._fitted(target, table, problems)
-        of_target = parameters(target) if target else {}
+            return None
+        with self._placed(problems), only_files():
+            return fit_to(target, table)
+        return None
+
+    def fill(self, tables: dict[str, Any], chosen: Fitted, problems: Problems) -> list[str]:
+        """Let the part set the open keys of other tables, and return these keys."""
+        with self._placed(problems), only_files():
+            return fill(tables, chosen.elsewhere(tables), f"[{self.table}]")
+        return []
+
+    def read(self, table: Mapping[str, Any], chosen: Fitted | None, problems: Problems) -> Part | None:
+        """Return the part with the arguments in `table`; None if there is no target."""
+        of_target = parameters(chosen.target) if chosen else {}
         shared, others = {}, [self.key]
         for kind in self.shared:
             keys = [key for key in described(kind) if key not in of_target]
             shared[kind] = arguments(kind, {k: v for k, v in table.items() if k in keys}, self.table, problems)
             others += keys
-        if target is None:
+        if chosen is None:
             return None
-        rest = {key: value for key, value in table.items() if key not in others}
+        target, rest = chosen.target, {key: value for key, value in table.items() if key not in others}
+        preset = {**self.preset(target), **chosen.values}
         values = {**preset, **arguments(target, rest, self.table, problems, others)}
-        return Part(self.table, str(use), target, values, self.key, shared)
+        return Part(self.table, str(table.get(self.key, self.default)), target, values, self.key, shared)
 
-    def _fitted(self, target: Any, table: Mapping[str, Any], problems: Problems) -> tuple[Any, Mapping[str, Any]]:
-        """Return the target with the keys that fit its table, or None, and the values of keys that the table lacks."""
+    @contextmanager
+    def _placed(self, problems: Problems) -> Iterator[None]:
+        """Add a UserError to `problems`, with the key that it names, or with the table."""
         try:
-            with only_files():
-                fitted = fit_to(target, table)
+            yield
         except UserError as error:
             place, _, reason = str(error).partition(": ")
-            is_placed = place.startswith(f"{self.table}.")
+            is_placed = place.replace(".", "").replace("_", "").isalnum() and "." in place
             problems.add(*((place, reason) if is_placed else (self.table, error)))
-            return None, {}
-        return fitted.target, {**self.preset(fitted.target), **fitted.values}
 
     def target(self, use: Any) -> Any:
         """Import and return the class or function `use`, a name or `module:Name`. Raises UserError if unfit."""
@@ -229,6 +239,7 @@ class Config:
     trust: bool = False  # whether the user trusts the code and the values of the config
     is_own: bool = False  # whether the user wrote the config, or trusts its run
     given: Mapping[str, Any] = field(factory=dict)  # the tables of the file, with the settings of the command line
+    filled: tuple[str, ...] = ()  # keys that a part has set, such as "diffusion.process"
     needs_trust: tuple[str, ...] = ()  # code that is not installed, and keys, that need the user's trust
 
     def resolved(self) -> dict[str, Any]:
@@ -406,10 +417,11 @@ def _checked_config(
     if "plugins" in run:
         for name in switches:
             run["plugins"] = _switched(run["plugins"], name, problems)
+    named = [each for each in SECTIONS if each.table in tables and each.table not in without]
+    chosen = [(section, section.choose(tables[section.table], problems)) for section in named]
+    filled = [key for section, part in chosen if part for key in section.fill(tables, part, problems)]
     parts: dict[str, Any] = {
-        section.table: section.read(tables[section.table], problems)
-        for section in SECTIONS
-        if section.table in tables and section.table not in without
+        section.table: section.read(tables[section.table], part, problems) for section, part in chosen
     }
     parts |= {name: Part(name, "", partial(_not_read, name)) for name in without}
     if "data" in without:  # to make images, latents are decoded and start images are read
@@ -442,7 +454,7 @@ def _checked_config(
         problems.add(place, f"{reason}; {TRUST}")
     problems.refuse(path)
     needs = tuple(place for place, _ in risks)
-    return Config(path=path, run=RunConfig(**run), plugins=plugins, needs_trust=needs, **parts)
+    return Config(path=path, run=RunConfig(**run), plugins=plugins, needs_trust=needs, filled=tuple(filled), **parts)
 
 
 def _data_without_source(table: Mapping[str, Any], problems: Problems) -> dict[type, dict[str, Any]]:

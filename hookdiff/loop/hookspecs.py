@@ -44,7 +44,7 @@ _hookspec = pluggy.HookspecMarker("hookdiff")
 P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-K = TypeVar("K", bound=type)
+K = TypeVar("K", bound=Callable[..., object])
 
 HOOKS: dict[str, Hook] = {}  # by name, in the order of `Hooks`
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hookdiff.errors import nearest
+from hookdiff.models.base import half_computed
 from hookdiff.models.weights import Buffers, evaluating
 
 _TIME = "timestep"  # networks of diffusers with a text take this argument later
@@ -241,7 +242,8 @@ def _call(
         buffers = Buffers(model)
         buffers.keep()
         try:
-            return model(*zeros(device), **by_name(device))
+            with half_computed(model, device) if device != meta else nullcontext():
+                return model(*zeros(device), **by_name(device))
         finally:
             buffers.put_back()
 

@@ -1,8 +1,10 @@
 """Keeps the frozen weights of a base, which a folder holds already, out of the state of a model."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -11,6 +13,7 @@ from hookdiff.errors import UserError
 # Attributes of a module: the names of its tensors that the base gave, and of those that the state leaves out.
 _GIVEN, _LEFT_OUT = "_hookdiff_given", "_hookdiff_left_out"
 _FOUND = "_hookdiff_found"  # attribute of a model
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def mark_base(model: nn.Module, **found: Any) -> None:
@@ -36,6 +39,16 @@ def found_in_base(model: nn.Module) -> Mapping[str, Any]:
     return found
 
 
+def half_computed(model: object, device: torch.device, always: bool = False) -> AbstractContextManager[object]:
+    """Return autocast to bf16 if `model` has weights in bf16, or `always`; else a context that does nothing.
+
+    Weights in bf16 cannot be multiplied with inputs in float32.
+    """
+    weights = model.parameters() if isinstance(model, nn.Module) else ()
+    is_half = always or any(weight.dtype == torch.bfloat16 for weight in weights)
+    return torch.autocast(device.type, torch.bfloat16) if is_half else nullcontext()
+
+
 def leave_out_base(model: nn.Module) -> None:
     """Leave the weights of the base that are frozen now, and its buffers, out of the state of `model` from now on.
 
@@ -43,6 +56,15 @@ def leave_out_base(model: nn.Module) -> None:
     in the state, since they change in training. If no weight of the base is frozen, the state stays whole. A later
     `state_dict()` refuses such a weight that was thawed.
     """
+    for path, module in model.named_modules():
+        for name in _names(module, _GIVEN) & module._parameters.keys():
+            weight = module._parameters[name]
+            if weight is not None and weight.requires_grad and weight.dtype in _HALF:
+                dtype = str(weight.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"model.precision: {path}.{name} trains in {dtype}, which loses small updates; freeze the weights "
+                    'by a plugin such as lora, or use "float32"'
+                )
     given = {module: names for module in model.modules() if (names := _names(module, _GIVEN))}
     frozen = {module: frozenset(n for n in names if _is_frozen(module, n)) for module, names in given.items()}
     for module, names in given.items() if any(frozen.values()) else ():

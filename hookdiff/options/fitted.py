@@ -13,13 +13,22 @@ _FIT = "hookdiff_fit"  # attribute of a target
 
 
 @define(frozen=True)
+class Elsewhere:
+    """Values for other tables of the config, nested as the tables are; the config keeps the values that it sets."""
+
+    facts: Mapping[str, Any] = field(factory=dict)  # a config with another value gets a warning
+    defaults: Mapping[str, Any] = field(factory=dict)
+    warnings: tuple[str, ...] = ()  # each begins with a key
+
+
+@define(frozen=True)
 class Fitted:
     """A part with the keys that fit its table."""
 
     target: Callable[..., Any]  # takes all keys
     values: Mapping[str, Any] = field(factory=dict)  # of keys that the table leaves open
-    # By table, values of other tables' keys that the config leaves open.
-    elsewhere: Mapping[str, Mapping[str, Any]] = field(factory=dict)
+    # From all tables of the config, values of keys that they leave open; may raise UserError.
+    elsewhere: Callable[[Mapping[str, Any]], Elsewhere] = field(default=lambda _: Elsewhere())
 
 
 def fitted_by(fit: Callable[[Mapping[str, Any]], Fitted]) -> Callable[[F], F]:

@@ -76,6 +76,8 @@ def _with_timesteps(objective: Diffusion, sampling: Any) -> Equivalent:
         "prediction_type": objective.prediction.use,  # both libraries have the same names
         "timestep_spacing": spacing.use,
     }
+    if type(spacing) is parts.Leading:
+        options["steps_offset"] = spacing.offset
     if type(clipping) is parts.DynamicThreshold:
         options |= {"thresholding": True, "dynamic_thresholding_ratio": clipping.ratio, "sample_max_value": _UNBOUNDED}
     times, clamps = f"num_inference_steps={steps}", {"clip_sample": type(clipping) is parts.Clamp}
@@ -83,9 +85,11 @@ def _with_timesteps(objective: Diffusion, sampling: Any) -> Equivalent:
     _check_noise(sampler, "churn")
     if type(sampler) in (parts.DDIM, parts.Euler):
         # By default the scheduler goes on with noise that does not match the clipped image.
-        eta = sampler.eta if type(sampler) is parts.DDIM else 0.0
+        eta, ends_at_image = (sampler.eta, sampler.final == "image") if type(sampler) is parts.DDIM else (0.0, True)
         step = {"eta": eta, "use_clipped_model_output": type(clipping) is not parts.NoClipping}
-        return Equivalent("DDIMScheduler", {**options, **clamps, "set_alpha_to_one": True}, times, step, "DDIMPipeline")
+        return Equivalent(
+            "DDIMScheduler", {**options, **clamps, "set_alpha_to_one": ends_at_image}, times, step, "DDIMPipeline"
+        )
     if type(sampler) is parts.DDPM:
         if sampler.variance == "fixed_large" and type(spacing) is parts.Trailing and steps < timesteps:
             why = "with spacing 'trailing' DDPMScheduler adds this noise to the final image"

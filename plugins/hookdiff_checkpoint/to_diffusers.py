@@ -119,7 +119,8 @@ def _is_stable_diffusion(loop: Loop, sampling: Equivalent, vae: Any, texts: Expo
         and scale >= 1
         and side == loop.feed.shape[-1] * factor
         and side % 8 == 0
-        and sampling.options["timestep_spacing"] == "trailing"
+        # The pipeline sets an offset of 1, which only "leading" uses.
+        and (sampling.options["timestep_spacing"] == "trailing" or sampling.options["steps_offset"] == 1)
     )
 
 

@@ -122,12 +122,13 @@ def _in_names_of_diffusers(tensors: Mapping[str, Tensor], model: Any) -> dict[st
 
     Files for SDXL number the blocks as the code of the paper does.
     """
-    from diffusers.loaders import StableDiffusionXLLoraLoaderMixin
+    import diffusers
 
     flat = {name.replace(".", "_"): name for name, _ in model.named_modules()}
     given = {name.partition(".")[0].removeprefix(_KOHYA) for name in tensors}
     if not given <= flat.keys():
-        found, alphas = StableDiffusionXLLoraLoaderMixin.lora_state_dict(dict(tensors), unet_config=model.config)
+        loader: Any = diffusers.StableDiffusionXLPipeline
+        found, alphas = loader.lora_state_dict(dict(tensors), unet_config=model.config)
         return {**found, **{name: torch.tensor(alpha) for name, alpha in (alphas or {}).items()}}
     return {
         flat[layer.removeprefix(_KOHYA)] + dot + rest: value

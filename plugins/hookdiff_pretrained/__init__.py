@@ -2,15 +2,20 @@
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import torch
 from torch import nn
 
-from hookdiff import UserError
-from hookdiff.options import Fitted, Fixed, fitted_by
+from hookdiff import UserError, plugin
+from hookdiff.options import Elsewhere, Fitted, Fixed, fitted_by
 from hookdiff_pretrained.folder import NetworkFolder
+from hookdiff_pretrained.known import known_in, with_half
 from hookdiff_pretrained.load import load
+
+_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 def _fit(table: Mapping[str, Any]) -> Fitted:
@@ -24,8 +29,14 @@ def _fit(table: Mapping[str, Any]) -> Fitted:
     theirs = {each: value for each, value in folder.arguments().items() if each.name not in own}
     values = {each.name: value for each, value in theirs.items()}
 
-    def make(path: str, digest: str | None = None, gradient_checkpointing: bool = False, **options: Any) -> nn.Module:
-        network: Any = load(folder, {**values, **options}, digest)
+    def make(
+        path: str,
+        digest: str | None = None,
+        gradient_checkpointing: bool = False,
+        precision: str = "float32",
+        **options: Any,
+    ) -> nn.Module:
+        network: Any = load(folder, {**values, **options}, digest, _DTYPES[precision])
         if gradient_checkpointing:
             network.enable_gradient_checkpointing()
         made: nn.Module = network
@@ -34,7 +45,13 @@ def _fit(table: Mapping[str, Any]) -> Fitted:
     parameters = [*own.values(), *(each.replace(kind=each.KEYWORD_ONLY) for each in theirs)]
     make.__signature__ = inspect.signature(pretrained).replace(parameters=parameters)  # type: ignore[attr-defined]
     make.__module__ = folder.kind.__module__  # whose names the annotations use
-    return Fitted(make, values)
+    is_half = str(table.get("precision")) == "bf16"
+    return Fitted(plugin(requires=("amp",))(make) if is_half else make, values, partial(_elsewhere, folder, is_half))
+
+
+def _elsewhere(folder: NetworkFolder, is_half: bool, config: Mapping[str, Any]) -> Elsewhere:
+    known = known_in(folder.pipeline, config) if folder.pipeline else Elsewhere()
+    return with_half(known, config) if is_half else known
 
 
 @fitted_by(_fit)
@@ -42,6 +59,7 @@ def pretrained(
     path: str,
     digest: Annotated[str | None, Fixed("the run trains on top of these weights")] = None,
     gradient_checkpointing: bool = False,
+    precision: Literal["float32", "bf16"] = "float32",
 ) -> nn.Module:
     """Make the network in a folder of diffusers, or of a pipeline of diffusers, with its weights.
 
@@ -52,9 +70,12 @@ def pretrained(
         path: folder with config.json and the weights in safetensors, or of a pipeline with such a folder in it.
         digest: hash of the weights, which the run writes itself; other weights are then refused.
         gradient_checkpointing: recompute in the backward pass, to save memory.
+        precision: dtype of the weights; "bf16" is for weights that a plugin freezes, and needs the plugin `amp`.
 
     Raises:
         UserError: for a folder that cannot be used, or whose weights have another digest.
     """
-    made: nn.Module = _fit({"path": path}).target(path, digest, gradient_checkpointing)
+    made: nn.Module = _fit({"path": path, "precision": precision}).target(
+        path, digest, gradient_checkpointing, precision
+    )
     return made

@@ -15,7 +15,7 @@ from hookdiff.encoding import file_in, table_in, weights_in
 from hookdiff.options import structured
 
 KEY = "model.path"
-CONFIG, _PIPELINE = "config.json", "model_index.json"
+CONFIG, PIPELINE = "config.json", "model_index.json"
 _USUAL = "diffusion_pytorch_model.safetensors"
 _NETWORKS = ("unet", "transformer")  # folders of a pipeline
 
@@ -27,6 +27,7 @@ class NetworkFolder:
     path: Path
     config: Mapping[str, Any]
     kind: type[nn.Module]
+    pipeline: Path | None  # the folder of the pipeline, if that was named
 
     @classmethod
     def at(cls, path: Path) -> "NetworkFolder":
@@ -41,10 +42,10 @@ class NetworkFolder:
                 f'  diffusers.StableDiffusionPipeline.from_single_file("{path}").save_pretrained("FOLDER")'
             )
         inner = path
-        if path.is_dir() and not file_in(path, CONFIG, KEY) and file_in(path, _PIPELINE, KEY):
+        if path.is_dir() and not file_in(path, CONFIG, KEY) and file_in(path, PIPELINE, KEY):
             inner = next((path / name for name in _NETWORKS if (path / name).is_dir()), path)
         config = table_in(inner, CONFIG, "network of diffusers", lambda table: "_class_name" in table, KEY)
-        return cls(inner, config, _class_of(config, inner / CONFIG))
+        return cls(inner, config, _class_of(config, inner / CONFIG), None if inner == path else path)
 
     def arguments(self) -> dict[inspect.Parameter, Any]:
         """Return the arguments of the class, with their values.

@@ -16,8 +16,10 @@ from hookdiff_pretrained.folder import KEY, NetworkFolder
 logger = logging.getLogger("hookdiff")
 
 
-def load(folder: NetworkFolder, options: Mapping[str, Any], digest: str | None) -> Any:
-    """Return the network of `folder`, made with `options`, with its weights in float32.
+def load(folder: NetworkFolder, options: Mapping[str, Any], digest: str | None, dtype: torch.dtype) -> Any:
+    """Return the network of `folder`, made with `options`, with its weights in `dtype`.
+
+    Weights that the class keeps in float32, and buffers, are float32.
 
     On the meta device no weights are read, so that a trial takes no memory.
 
@@ -42,7 +44,15 @@ def load(folder: NetworkFolder, options: Mapping[str, Any], digest: str | None) 
     if unfit:
         kind = folder.kind.__name__
         raise UserError(f"{KEY}: {weights.path} does not fit the {kind} of {folder.path}:\n  " + "\n  ".join(unfit))
+    kept = tuple(getattr(folder.kind, "_keep_in_fp32_modules", None) or ())
+    wanted = {
+        name: torch.float32 if any(part in name.split(".") for part in kept) else dtype
+        for name, weight in network.named_parameters()
+        if weight.is_floating_point()
+    }
     if torch.get_default_device().type == "meta":
+        for name, weight in network.named_parameters():
+            weight.data = weight.data.to(wanted.get(name))
         mark_base(network)
         return network
     found = digest_seen([weights], [], asked_by=KEY)
@@ -51,7 +61,7 @@ def load(folder: NetworkFolder, options: Mapping[str, Any], digest: str | None) 
             f"{KEY}: {folder.path} has other weights than the run was trained on: their digest is {found}, and the run "
             f"has model.digest = {digest}; name the folder with these weights by --set {KEY}=DIR"
         )
-    values = {name: value.to(_dtype(value)) for name, value in weights.tensors(weights.shapes)}
+    values = {name: value.to(wanted.get(name, _dtype(value))) for name, value in weights.tensors(weights.shapes)}
     if broken := sorted(name for name in trained if not values[name].isfinite().all()):  # a buffer may mask with -inf
         raise UserError(f"{KEY}: {weights.path}: {listed(broken, 3)} has values that are not finite")
     network.load_state_dict(values, strict=False, assign=True)

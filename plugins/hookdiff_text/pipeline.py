@@ -161,6 +161,12 @@ class Pipeline(TextEncoder):
     def time_ids(self) -> bool:
         return _SIDES[self.index()["_class_name"]].time_ids
 
+    @property
+    def keywords(self) -> dict[str, str]:
+        side = _SIDES[self.index()["_class_name"]]
+        named = {suffix: keyword for suffix, (keyword, *_) in side.returned.items()}
+        return named | ({"_time_ids": "added_cond_kwargs.time_ids"} if side.time_ids else {})
+
     def digest(self) -> str:
         index, weights, files = self.index(), list[Weights](), list[Path]()
         facts: list[Any] = [index["_class_name"], _flags(index), self.precision]
@@ -177,9 +183,7 @@ class Pipeline(TextEncoder):
         index, parts = self.index(), self.parts()
         name = index["_class_name"]
         side = _SIDES[name]
-        keywords_of = {suffix: keyword for suffix, (keyword, *_) in side.returned.items()}
-        keywords_of |= {"_time_ids": "added_cond_kwargs.time_ids"} if side.time_ids else {}
-        keywords = ", ".join(f'"{keyword}" = "NAME{suffix}"' for suffix, keyword in keywords_of.items())
+        keywords = ", ".join(f'"{keyword}" = "NAME{suffix}"' for suffix, keyword in self.keywords.items())
         logger.info("data.encode: the text side of the %s in %s, for conditions = { %s }", name, self.path, keywords)
         components: dict[str, Any] = {}
         for part in parts:

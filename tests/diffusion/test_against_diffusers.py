@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdiff.diffusion import DDIM, DDPM, EDM, VP, Diffusion, DynamicThreshold, Flow, Sampling
+from hookdiff.diffusion import DDIM, DDPM, EDM, VP, Diffusion, DynamicThreshold, Flow, Leading, Sampling
 from hookdiff.diffusion.prediction import EDMPrediction, VPrediction, q_sample
 from tests.diffusion.conftest import generators, seeded
 
@@ -111,18 +111,19 @@ def test_noised_images_and_velocities(diffusers: Any, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-@pytest.mark.parametrize("spacing", ["trailing", "leading"])
+@pytest.mark.parametrize("spacing", ["trailing", "leading", "as released"])
 @pytest.mark.parametrize("eta", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("clip", [False, True])
 def test_ddim(diffusers: Any, prediction: str, spacing: str, eta: float, clip: bool) -> None:
-    scheduler = diffusers.DDIMScheduler(
-        prediction_type=prediction, timestep_spacing=spacing, clip_sample=clip, beta_schedule="linear"
-    )
+    released = {"timestep_spacing": "leading", "steps_offset": 1, "set_alpha_to_one": False}  # of Stable Diffusion
+    steps = released if spacing == "as released" else {"timestep_spacing": spacing}
+    scheduler = diffusers.DDIMScheduler(prediction_type=prediction, clip_sample=clip, beta_schedule="linear", **steps)
     scheduler.set_timesteps(20)
     # by default diffusers keeps the noise that belongs to the unclipped image
     made = theirs(scheduler, Net(), eta=eta, use_clipped_model_output=True, generator=generators(*range(NUM)))
-    options = {"sampler": DDIM(eta), "steps": 20, "spacing": spacing, "clipping": "clamp" if clip else "none"}
-    check(ours(Diffusion(VP("linear"), prediction), Net(), **options), made)
+    end, points = ("first", Leading(1)) if spacing == "as released" else ("image", spacing)
+    options = {"sampler": DDIM(eta, end), "steps": 20, "spacing": points, "clipping": "clamp" if clip else "none"}
+    check(ours(Diffusion(VP("linear"), prediction), Net(), **options), made.clamp(-1, 1) if clip else made)
 
 
 @pytest.mark.parametrize("schedule", ["scaled_linear", "cosine"])

@@ -11,7 +11,7 @@ from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.guidance import ClassifierFree
 from hookdiff.diffusion.process import EDM, IMAGE, VP, DDPMProcess, Flow
 from hookdiff.diffusion.sampling import Sampling
-from hookdiff.diffusion.solvers import DDPM, DPMSolver2M, Euler, Heun, Solver
+from hookdiff.diffusion.solvers import DDIM, DDPM, DPMSolver2M, Euler, Heun, Solver
 from hookdiff.diffusion.spacing import Karras, Shifted, Trailing
 from tests.conftest import refused, wide
 from tests.diffusion.conftest import euler_for_heun_on_flow, generators, objectives, pointwise, solvers
@@ -299,6 +299,8 @@ def test_each_process_has_its_defaults() -> None:
 def test_options_that_do_not_fit_the_objective_are_refused_for_zero_images_too() -> None:
     with refused(ValueError, "'spacing'", "'leading'", "'flow'"):
         Sampling(spacing="leading").sample(pointwise, Diffusion("flow"), (1, 2, 2), [], "cpu")
+    with refused(ValueError, "'sampler.final'", "'first'", "'flow'"):
+        Sampling(sampler=DDIM(final="first")).sample(pointwise, Diffusion("flow"), (1, 2, 2), [], "cpu")
     with refused(ValueError, "'steps'", 50, 10):
         Sampling(steps=50).sample(pointwise, Diffusion(VP("cosine", 10)), (1, 2, 2), [], "cpu")
 

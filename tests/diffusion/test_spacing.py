@@ -42,6 +42,7 @@ def timesteps(spacing: Spacing, process: Process, steps: int) -> list[float]:
 def test_timesteps() -> None:
     assert timesteps(Trailing(), LINEAR, 50) == list(range(999, 0, -20))
     assert timesteps(Leading(), LINEAR, 50) == list(range(980, -1, -20))
+    assert timesteps(Leading(1), LINEAR, 50) == list(range(981, 0, -20))
     assert timesteps(Trailing(), LINEAR, 3) == [999, 666, 332]
 
 
@@ -111,6 +112,7 @@ def test_points_lead_from_noise_to_the_image(spacing: Spacing, process: Process,
         (Shifted(3.0), LINEAR, ["'spacing'", "'shifted'", "'vp'", "'flow'"]),
         (Shifted(3.0), EDM(), ["'spacing'", "'shifted'", "'edm'", "'flow'"]),
         (Trailing(), VP("cosine", 10), ["'steps'", 50, "diffusion.process.timesteps", 10]),
+        (Leading(20), LINEAR, ["'spacing.offset' = 20", "at most 19"]),
         (Leading(), VP("cosine", 10), ["'steps'", 50, "diffusion.process.timesteps", 10]),
     ],
 )

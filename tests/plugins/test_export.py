@@ -371,6 +371,12 @@ SAMPLERS = {
     "ddim, 50 steps": ("sampling.sampler=ddim", "sampling.steps=50"),
     "ddim, eta": ("sampling.sampler.use=ddim", "sampling.sampler.eta=0.5"),
     "ddim, leading": ("sampling.sampler=ddim", "sampling.spacing=leading"),
+    "ddim, as released": (
+        "sampling.sampler.use=ddim",
+        "sampling.sampler.final=first",
+        "sampling.spacing.use=leading",
+        "sampling.spacing.offset=1",
+    ),
     "ddim, thresholding": ("sampling.sampler=ddim", "sampling.clipping.use=dynamic", "sampling.clipping.ratio=0.9"),
     "ddim, free": ("sampling.sampler=ddim", "sampling.clipping=none"),
     "euler": ("sampling.sampler=euler",),

@@ -40,7 +40,7 @@ Write = Callable[..., tuple[Any, Path]]
 
 
 def save_pipeline(kind: str, folder: Path, **options: Any) -> Any:
-    """Save a pipeline of small text encoders with random weights, and no others, and return it."""
+    """Save a pipeline of small text encoders with random weights, and of other parts in `options`, and return it."""
     import diffusers
     import transformers
 
@@ -53,7 +53,7 @@ def save_pipeline(kind: str, folder: Path, **options: Any) -> Any:
         parts[f"tokenizer{suffix}"] = words_tokenizer(model_max_length=CLIP_TOKENS)
     pipeline_class = getattr(diffusers, kind)
     taken, _ = pipeline_class._get_signature_keys(pipeline_class)
-    pipeline = pipeline_class(**{name: part for name, part in parts.items() if name in taken}, **options)
+    pipeline = pipeline_class(**{name: part for name, part in parts.items() if name in taken} | options)
     pipeline.save_pretrained(folder)
     (folder / "None.py").write_text("raise SystemExit('code of the folder was run')")  # earlier diffusers run it
     return pipeline
