@@ -230,7 +230,8 @@ def test_the_core_knows_no_plugin() -> None:
 # The table of default names, in which alone hookdiff/ may name plugins and parts of packages.
 TABLE = CORE / "options" / "default_names.py"
 PARTS = PUBLISHED["hookdiff.parts"]  # by kind and name, such as "model.unet"
-OWN_PARTS = {*SOURCES, *OPTIMIZERS}  # those that hookdiff/ itself registers
+LIBRARIES = {"diffusers", "safetensors"}  # which formats of exports are named after
+OWN_PARTS = {*SOURCES, *OPTIMIZERS, *LIBRARIES}  # those that hookdiff/ itself registers or uses
 PART_NAMES = {part.partition(".")[2] for part in PARTS} - OWN_PARTS
 
 

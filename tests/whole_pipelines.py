@@ -35,7 +35,10 @@ def save_whole(kind: str, folder: Path, scheduler: Any = None) -> Any:
 
     torch.manual_seed(0)
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    vae: Any = diffusers.AutoencoderKL(**blocks, block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4)
+    scale = {"scaling_factor": 1.5305, "shift_factor": 0.0609} if kind == SD3 else {}
+    vae: Any = diffusers.AutoencoderKL(
+        **blocks, block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, **scale
+    )
     network: Any
     if kind == SD:
         network = diffusers.UNet2DConditionModel(**UNET, cross_attention_dim=64, attention_head_dim=16)
@@ -59,12 +62,14 @@ def save_whole(kind: str, folder: Path, scheduler: Any = None) -> Any:
         scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0) if flows else diffusers.DDIMScheduler(**DDIM)
     name = "unet" if kind in (SD, XL) else "transformer"
     options = {"requires_safety_checker": False} if kind == SD else {}
-    return save_pipeline(kind, folder, vae=vae, scheduler=scheduler, **{name: network}, **options)
+    pipeline = save_pipeline(kind, folder, vae=vae, scheduler=scheduler, **{name: network}, **options)
+    (folder / "None.py").unlink()  # diffusers refuses code
+    return pipeline
 
 
-def save_pictures(folder: Path, num: int = 8) -> None:
-    """Save pictures of 16 x 16."""
+def save_pictures(folder: Path, num: int = 8, side: int = 16) -> None:
+    """Save square pictures of noise."""
     folder.mkdir()
     for k in range(num):
-        pixels = torch.randint(256, (16, 16, 3), generator=torch.Generator().manual_seed(k)).to(torch.uint8)
+        pixels = torch.randint(256, (side, side, 3), generator=torch.Generator().manual_seed(k)).to(torch.uint8)
         Image.fromarray(pixels.numpy()).save(folder / f"{k}.png")

@@ -5,6 +5,7 @@ from .chart import (
     draw_charts as draw_charts,
     draw_curves as draw_curves,
 )
+from .export_format import ExportedRun as ExportedRun, ExportFormat as ExportFormat
 from .gaussian import (
     gaussian_flow as gaussian_flow,
     gaussian_prediction as gaussian_prediction,

@@ -13,6 +13,7 @@ from typing import Any
 
 from attrs import define, field
 
+from hookdiff.authors.export_format import ExportFormat
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.errors import PluginError, nearest
@@ -22,6 +23,14 @@ from hookdiff.options.choices import Choice, find, published
 from hookdiff.options.help import keys
 from hookdiff.options.imports import PARTS, PLUGINS, distribution, installed, own_package
 from hookdiff.options.structure import hints_of
+
+
+@define
+class _Command:
+    """The kinds of parts that a command names, and no key."""
+
+    to: ExportFormat
+
 
 _OF_PLUGINS = "plugin"  # the kind of a plugin
 
@@ -88,7 +97,7 @@ def kinds() -> dict[str, PartKind]:
     """Return the plugins and all kinds of parts by name. A kind is known from the keys that choose it."""
     catalog = {_OF_PLUGINS: PartKind(_OF_PLUGINS, plugin_class)}
     catalog |= {section.kind: PartKind(section.kind, section.target, section.known) for section in SECTIONS}
-    targets: list[Any] = [Diffusion, Sampling, *(kind for section in SECTIONS for kind in section.shared)]
+    targets: list[Any] = [Diffusion, Sampling, _Command, *(kind for section in SECTIONS for kind in section.shared)]
     targets += [member.target for kind in catalog.values() for member in kind.members()]
     for target in targets:  # the list grows
         for choice in choices_of(target) if target is not None else ():

@@ -128,6 +128,12 @@ class Defaults:
         return loop.feed.codec.decode(inputs) if loop.feed.codec else inputs
 
     @hookimpl(trylast=True)
+    def export_weights(self, loop: Loop) -> dict[str, Tensor]:
+        from hookdiff.models.plain import plain_tensors  # only to export
+
+        return plain_tensors(loop.model)
+
+    @hookimpl(trylast=True)
     def sample(self, loop: Loop, request: SampleRequest) -> Samples:
         if loop.sampler is None:
             raise UserError("this Loop has no sampler to make images with: write Loop(..., sampler=Sampling())")

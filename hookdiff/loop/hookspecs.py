@@ -354,6 +354,15 @@ class Hooks(Protocol):
         May change: nothing.
         """
 
+    @seam("images")
+    def export_weights(self, loop: Loop) -> dict[str, Tensor]:
+        """Seam: the network is exported, with the weights that `loop.model` holds now.
+
+        Return its tensors by the names that they had when the network was made. A plugin that puts something around the
+        weights, such as adapters, wraps the hook and adds it to them.
+        May change: nothing.
+        """
+
     @moment("images")
     def offer_weights(self, loop: Loop) -> Mapping[str, Callable[[], Mapping[str, Tensor]]] | None:
         """Moment: `loop.weights(name)` looks for weights other than the model's own.

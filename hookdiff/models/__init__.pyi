@@ -12,5 +12,6 @@ from .footprint import HeldBytes as HeldBytes, as_fake as as_fake, storages as s
 from .init import LAYERS as LAYERS, is_zero as is_zero, layers_called as layers_called
 from .load import check_file as check_file, load_into as load_into, load_state as load_state
 from .names import modules_named as modules_named
+from .plain import plain_tensors as plain_tensors
 from .sampler import Sampler as Sampler
 from .weights import Buffers as Buffers, choose_weights as choose_weights, holding as holding

@@ -1,4 +1,4 @@
-from .choices import Choice as Choice, chosen as chosen, name_of as name_of, parts as parts
+from .choices import Choice as Choice, chosen as chosen, name_of as name_of, parts as parts, published as published
 from .connects import Connects as Connects
 from .every import is_time as is_time
 from .fields import (

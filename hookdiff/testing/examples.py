@@ -318,6 +318,15 @@ class Brighter:
         return (pictures + 0.1).clamp(-1, 1)
 
 
+class ExportFloat16:
+    """Exports weights in float16, as half of the bytes."""
+
+    @hookimpl(wrapper=True)
+    def export_weights(self) -> Generator[None, dict[str, Tensor], dict[str, Tensor]]:
+        tensors = yield
+        return {name: value.half() if value.is_floating_point() else value for name, value in tensors.items()}
+
+
 class OfferBFloat16:
     """Offers the weights rounded to bfloat16, to see the loss of an export in half precision."""
 

@@ -14,8 +14,10 @@ from hookdiff.cli import overwrite_option, run_argument, settings_option, solver
     "--to",
     default="safetensors",
     show_default=True,
-    type=click.Choice(["safetensors", "diffusers"]),
-    help="safetensors: FILE with the model's keys. diffusers: DIR with model, encoders, scheduler and pipeline.",
+    metavar="NAME",
+    shell_complete=lambda *_: _formats(),
+    help="safetensors: FILE with the model's keys. diffusers: DIR with model, encoders, scheduler and pipeline. With "
+    "the plugin lora: lora, DIR for diffusers; kohya, FILE for other programs.",
 )
 @weights_option
 @solver_options
@@ -42,30 +44,30 @@ def command(
     sampler that diffusers does not have is refused.
     """
     from hookdiff import SampleRequest, UserError, evaluating, load_run
+    from hookdiff.authors import ExportedRun, ExportFormat
     from hookdiff.cli import chosen_weights
-    from hookdiff_checkpoint.export import about, check_place, write_weights
-    from hookdiff_checkpoint.scheduler import equivalent_of
-    from hookdiff_checkpoint.to_diffusers import write_folder
+    from hookdiff_checkpoint.export import check_place
 
+    try:
+        exporter = ExportFormat.of(to)
+    except UserError as error:
+        raise UserError(f"--to {to}: {error}") from None
     for setting in settings:
         table = setting.partition(".")[0].strip()
-        if table != "data" and (table != "sampling" or to != "diffusers"):
-            raise UserError(f"--set {setting}: expected a key of [data.encode], or of [sampling] with --to diffusers")
+        is_moved = setting.partition("=")[0].strip() == "model.path"
+        if not is_moved and table not in ("data", *(["sampling"] if exporter.has_sampler else [])):
+            expected = "a key of [data.encode], model.path, or a key of [sampling] with --to diffusers"
+            raise UserError(f"--set {setting}: expected {expected}")
     for option, value in (("--steps", steps), ("--sampler", sampler)):
-        if to != "diffusers" and value is not None:
+        if not exporter.has_sampler and value is not None:
             raise UserError(f"{option}: add --to diffusers, or leave the option out; {to} has no scheduler")
-    check_place(out, to, overwrite)
+    check_place(out, exporter, overwrite)
     with load_run(run, settings, trust=trust) as opened, opened.sampling(steps=steps, sampler=sampler):
         loop = opened.loop
-        sampling = equivalent_of(loop) if to == "diffusers" else None
         try:
             with chosen_weights(opened, weights) as name, evaluating(loop.model):
-                metadata = about(name, opened.step)
                 is_changed = loop.sample(SampleRequest(0, weights=opened.in_loop(name))).sampler is not loop.sampler
-                if sampling:
-                    usage = write_folder(out, loop, sampling, metadata)
-                else:
-                    usage = write_weights(out, loop.model, metadata)
+                usage = exporter.write(ExportedRun(loop, opened.config, opened.step, name), out)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
             raise UserError(f"{out}: cannot be written: {error.strerror or error}{where}") from None
@@ -74,3 +76,9 @@ def command(
     click.echo(f"{out}: the {origin}\n  {usage}")
     if is_changed:
         click.echo(f"  hookdiff sample also uses {', '.join(plugins)}; these weights alone give other images")
+
+
+def _formats() -> list[str]:
+    from hookdiff.options import published
+
+    return sorted(published("export"))

@@ -1,6 +1,6 @@
-"""Writes a run as a folder that diffusers loads: the model, its encoders, and a scheduler.
+"""The format `diffusers`: a folder that diffusers loads, with the model, its encoders, and a scheduler.
 
-It returns code that makes the images of the run: a call of a pipeline, or a loop.
+The code that is returned makes the images of the run: a call of a pipeline, or a loop.
 """
 
 import importlib
@@ -9,26 +9,42 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from attrs import define
 from torch import nn
 
 import hookdiff.diffusion as parts
 from hookdiff import Loop, UserError
+from hookdiff.authors import ExportedRun, ExportFormat
 from hookdiff.disk import new_folder, write_file, write_tensors
 from hookdiff.encoding import ExportedTexts
-from hookdiff.models import num_classes_of, takes_time_later
-from hookdiff_checkpoint.export import plain_tensors
-from hookdiff_checkpoint.scheduler import OTHERWISE, Equivalent, diffusion_of
+from hookdiff.models import num_classes_of, plain_tensors, takes_time_later
+from hookdiff_checkpoint.scheduler import OTHERWISE, Equivalent, diffusion_of, equivalent_of
 
 _DECODERS = {"LDMPipeline": "vqvae"}  # name of the autoencoder in a pipeline; in others it is "vae"
 _SD = "StableDiffusionPipeline"
 _NO_CHECKER = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
 
 
-def write_folder(out: Path, loop: Loop, sampling: Equivalent, about: Mapping[str, str]) -> str:
-    """Write the model of `loop`, its encoders of latents and texts and a scheduler to the folder `out`.
+@define(frozen=True)
+class DiffusersFolder(ExportFormat):
+    """DIR with model, encoders, scheduler and pipeline, which diffusers loads."""
 
-    Returns the code that uses them. `about` goes into the metadata of the model's weights.
+    makes_folder = True
+    has_sampler = True
+
+    def is_earlier(self, out: Path) -> bool:
+        return (out / "scheduler" / "scheduler_config.json").is_file()
+
+    def write(self, run: ExportedRun, out: Path) -> str:
+        return _write_folder(out, run, equivalent_of(run.loop))
+
+
+def _write_folder(out: Path, run: ExportedRun, sampling: Equivalent) -> str:
+    """Write the model, its encoders of latents and texts and a scheduler to the folder `out`.
+
+    Returns the code that uses them.
     """
+    loop = run.loop
     diffusers = importlib.import_module("diffusers")
     scheduler = getattr(diffusers, sampling.scheduler)(**sampling.options)
     model: Any = loop.model
@@ -47,7 +63,8 @@ def write_folder(out: Path, loop: Loop, sampling: Equivalent, about: Mapping[str
     with new_folder(out) as folder:
         for each, part in models.items():
             _write_config(folder / each, part)
-            tensors, origin = plain_tensors(part), about if part is model else None
+            tensors = run.tensors() if part is model else plain_tensors(part)
+            origin = run.metadata if part is model else None
             write_tensors(folder / each / "diffusion_pytorch_model.safetensors", tensors, origin)
         for each, part in texts.parts.items():
             _write_of_transformers(folder / each, part)

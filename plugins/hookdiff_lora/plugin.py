@@ -3,12 +3,13 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from attrs import define, field
 from attrs.validators import ge, gt, lt, min_len, optional
+from torch import Tensor
 
 from hookdiff import Loop, UserError, hookimpl, listed, plugin
 from hookdiff.authors import seeded
@@ -88,6 +89,18 @@ class LoRA:
         num = sum(weight.numel() for weight in model.parameters())
         if loop.is_main:
             logger.info("lora: %s of %s weights train, %s", f"{trained:,}", f"{num:,}", _where(layers))
+
+    @hookimpl(wrapper=True)
+    def export_weights(self, loop: Loop) -> Generator[None, dict[str, Tensor], dict[str, Tensor]]:
+        tensors, adapters = (yield), adapters_of(loop.model)
+        plain = {}
+        for name, value in tensors.items():
+            layer, inside, rest = name.partition(".base_layer.")
+            if inside and layer in adapters:
+                plain[f"{layer}.{rest}"] = adapters[layer].merged() if rest == "weight" else value
+            elif name.partition(".lora_")[0] not in adapters:
+                plain[name] = value
+        return plain
 
     @hookimpl(tryfirst=True)
     def on_start(self, loop: Loop) -> None:

@@ -97,17 +97,17 @@ def _process(name: str, ends: Mapping[str, float], timesteps: Any, rescales: boo
 
 
 def _steps(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    sampler: Any = _SAMPLERS.get(kind, _INSTEAD)
-    if sampler == "ddim" and config.get("set_alpha_to_one") is False:
-        sampler = {"use": "ddim", "final": "first"}
-    if sampler == "ddpm" and config.get("variance_type") in ("fixed_small", "fixed_large"):
-        sampler = {"use": "ddpm", "variance": config["variance_type"]}
+    name, options = _SAMPLERS.get(kind, _INSTEAD), dict[str, Any]()
+    if name == "ddim" and config.get("set_alpha_to_one") is False:
+        options["final"] = "first"
+    if name == "ddpm" and config.get("variance_type") in ("fixed_small", "fixed_large"):
+        options["variance"] = config["variance_type"]
     leads = config.get("timestep_spacing") == "leading"
     spacing: Any = {"use": "leading", "offset": config.get("steps_offset", 0)} if leads else "trailing"
     clipping: Any = "clamp" if config.get("clip_sample") else "none"
     if config.get("thresholding"):
         clipping = {"use": "dynamic", "ratio": config.get("dynamic_thresholding_ratio")}
-    return {"sampler": sampler, "spacing": spacing, "clipping": clipping}
+    return {"sampler": {"use": name, **options}, "spacing": spacing, "clipping": clipping}
 
 
 def _edm(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,7 +128,14 @@ def test_the_names_of_other_trainers_lead_to_hooks():
 
 def test_the_hooks_of_a_phase_are_in_the_order_of_a_run():
     assert hooks_of("passes") == ("accumulate", "micro_step", "compute_loss", "reduce_loss", "backward")
-    assert hooks_of("images", "model") == ("prepare_model", "amend", "sample", "decode", "offer_weights")
+    assert hooks_of("images", "model") == (
+        "prepare_model",
+        "amend",
+        "sample",
+        "decode",
+        "export_weights",
+        "offer_weights",
+    )
     assert hooks_of() == ()
     assert sorted(hooks_of(*get_args(Phase))) == sorted(HOOK_NAMES)
     assert all(hooks_of(phase) for phase in get_args(Phase))

@@ -5,10 +5,10 @@ from torch import Tensor, nn
 
 from hookdiff import Loop, UserError
 from hookdiff.models.base import found_in_base, has_base, leave_out_base, left_out, mark_base
+from hookdiff.models.plain import plain_tensors
 from hookdiff.testing.compare import assert_same
 from hookdiff.testing.toy import toy_loop
 from hookdiff_checkpoint import Checkpoint
-from hookdiff_checkpoint.export import plain_tensors
 from hookdiff_ema import EMA
 from tests.conftest import acting, refused
 
