@@ -50,6 +50,10 @@ QUESTIONS = {  # what people type, and the page that answers it
     "loss is nan": "find-a-nan",
     "inpainting": "make-images",
     "validation loss": "watch-the-loss",
+    "choose batch size": "choose-an-optimizer",
+    "cosine noise schedule": "choose-a-process",
+    "fewer sampling steps": "choose-a-process",
+    "num_workers slow data loading": "train-on-a-folder",
     "slurm preemption on an unheard-of cluster": "stop-a-run",  # no page has all words
 }
 
