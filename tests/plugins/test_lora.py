@@ -17,6 +17,7 @@ from hookdiff_lora.adapter import adapters_of
 from hookdiff_lora.files import load_adapter
 from hookdiff_lora.targets import layers_of
 from tests.conftest import Command, Succeed, check_facts, check_refused, refused
+from tests.on_ranks import done, train_config
 
 diffusers = pytest.importorskip("diffusers", reason="needs hookdiff[lora]")
 pytest.importorskip("peft", reason="needs hookdiff[lora]")
@@ -227,3 +228,21 @@ def test_a_network_without_layers_to_adapt_is_refused() -> None:
         layers_of(nn.Sequential(nn.LayerNorm(4)), ())
     with refused(UserError, "plugins.lora.targets", "no attention", "0"):
         layers_of(nn.Sequential(nn.Linear(4, 4)), ())
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("plugin", "settings"), [("ddp", ""), ("fsdp", ""), ("fsdp", 'model.precision="bf16"')], ids=str
+)
+def test_two_ranks_train_as_one(here: Path, plugin: str, settings: str) -> None:
+    plugins: tuple[str, ...] = ("no:samples", "no:autoguidance")
+    if settings:
+        key, value = settings.split("=")
+        Path("c.toml").write_text(CONFIG.replace("[model]", f"[model]\n{key.partition('.')[2]} = {value}"))
+        plugins += ("amp",)
+    alone = train_config({"path": "c.toml", "plugins": plugins, "out": here / "alone"})
+    both = done(here, 2, train_config, {"path": "c.toml", "plugins": (*plugins, plugin), "out": here / "both"})
+    assert both == {"step": 10, "loss": pytest.approx(alone["loss"], rel=1e-2 if settings else 1e-5)}
+    states = [load_file(here / name / "checkpoints/step-00000010/ema.safetensors") for name in ("alone", "both")]
+    assert states[0].keys() == states[1].keys()
+    assert all("lora_" in name for name in states[0])

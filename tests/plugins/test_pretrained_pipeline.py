@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 import torch
 
-from hookdiff import ConfigError, build_loop, load_config
+from hookdiff import ConfigError, build_loop, hookimpl, load_config
 from hookdiff.diffusion import DDIM, VP, Flow, Leading, Shifted, Trailing
 from tests.conftest import Command, Succeed, check_facts, check_refused, output, refused, warnings
 from tests.whole_pipelines import BETAS, SD, save_pictures, save_whole
@@ -173,3 +173,45 @@ def test_a_base_in_bf16_trains_adapters_in_float32(here: Path, hookdiff: Command
         result = hookdiff("run", "c.toml", "--out", "bad", "--set", bf16, *words)
         check_refused(result, *facts)
         check_facts(result[2], *facts)
+
+
+class Seen:
+    """Keeps the batches of a run, and the losses."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+
+    @hookimpl
+    def before_step(self, batch: Any) -> None:
+        self.batches.append(batch)
+
+
+@pytest.mark.wide
+def test_a_whole_network_trains_as_a_loop_of_diffusers(here: Path) -> None:
+    """The loop gets the latents, noise and texts of the run."""
+    seen, options = Seen(), {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01, "eps": 1e-8}
+    settings = [
+        "run.steps=20",
+        "run.attention=kernel",
+        "optimizer.use=adamw",
+        "optimizer.lr=1e-3",
+        "diffusion.weighting=uniform",
+    ]
+    config = load_config("c.toml", ["no:lora"], [*settings, "diffusion.label_dropout=0", "optimizer.no_decay=[]"])
+    with build_loop(config, here / "run", plugins={"seen": seen}) as loop:
+        losses = [step.loss for step in loop.steps()]
+    pipeline = diffusers.StableDiffusionPipeline.from_pretrained("base")
+    unet, scheduler = pipeline.unet.train(), diffusers.DDPMScheduler.from_config(pipeline.scheduler.config)
+    optimizer = torch.optim.AdamW(unet.parameters(), **options)
+    theirs = []
+    for batch in seen.batches:
+        noise, timesteps = batch.draws["noise"], batch.draws["timesteps"]
+        noisy = scheduler.add_noise(batch.inputs * pipeline.vae.config.scaling_factor, noise, timesteps)
+        output = unet(noisy, timesteps, batch.conditions["text"]).sample
+        loss = torch.nn.functional.mse_loss(output, noise)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        theirs.append(loss.item())
+    assert losses[0] == pytest.approx(theirs[0], rel=1e-6)
+    assert losses[19] == pytest.approx(theirs[19], rel=1e-6)
