@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -30,6 +31,9 @@ class InputEncoder(Protocol):
 
     def to_diffusers(self, mean: Sequence[float], std: Sequence[float]) -> Any:
         """Return the network as a model of diffusers, with the scale of the run in it."""
+
+    def unchanged_files(self, mean: Sequence[float], std: Sequence[float]) -> Mapping[str, Path]:
+        """Return the files that are the result of `to_diffusers`, by their names there; empty: it is written anew."""
 
 
 class Codec(Protocol):

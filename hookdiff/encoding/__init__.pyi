@@ -21,6 +21,7 @@ from .model_folder import (
     load_seen as load_seen,
     refused_as as refused_as,
     table_in as table_in,
+    usual_files as usual_files,
     weights_in as weights_in,
     without_places as without_places,
 )

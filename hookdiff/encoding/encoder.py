@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -110,6 +111,13 @@ class PictureEncoder(Encoder):
         """
         raise self._not_exported(INPUTS)
 
+    def unchanged_files(self, mean: Sequence[float], std: Sequence[float]) -> Mapping[str, Path]:
+        """Return the files that are the result of `to_diffusers`, by their names there; they are copied.
+
+        Empty, which is the default, if the network is written anew.
+        """
+        return {}
+
 
 Scale = tuple[Sequence[float], Sequence[float]]  # mean and deviation, one number or one for each channel
 
@@ -180,6 +188,7 @@ class ExportedTexts:
     code: str  # loads the parts from their folder, and encodes the list `prompts`
     conditions: Mapping[str, tuple[str, str]]  # by name: expressions, after `code`, for prompts and for no prompts
     pipeline: str = ""  # class that encodes prompts in the same way, with parts of these names; "": none
+    files: Mapping[str, Mapping[str, Path]] = field(factory=dict)  # by part: files to copy, by name; others are written
 
 
 @define(frozen=True)

@@ -152,6 +152,14 @@ def weights_in(folder: Path, usual: Sequence[str], asked_by: str = _ASKED_BY) ->
     return read_weights(folder / named, asked_by)
 
 
+def usual_files(weights: Weights, usual: str) -> dict[str, Path]:
+    """Return the files of `weights` by the names under which a library opens them; `usual` is that of a single file."""
+    if weights.path in weights.files:
+        return {usual: weights.path}
+    index = usual.removesuffix(".safetensors") + INDEX
+    return {index: weights.path, **{path.name: path for path in weights.files}}
+
+
 def digest_seen(weights: Iterable[Weights], others: Iterable[Path], *texts: str, asked_by: str = _ASKED_BY) -> str:
     """Return a hash, as `digest_of` does, of the files of weights with their indices, of `others` and of `texts`.
 

@@ -27,6 +27,7 @@ from hookdiff.encoding import (
     load_network,
     scale_text,
     table_in,
+    usual_files,
     weights_in,
 )
 from hookdiff.options import about
@@ -148,16 +149,24 @@ class Autoencoder(PictureEncoder):
     def to_diffusers(self, mean: Sequence[float], std: Sequence[float]) -> Any:
         network = self._loaded()
         network.register_to_config(_name_or_path=None)  # the name is a local folder
+        if self.unchanged_files(mean, std):
+            return network
         if getattr(network, "quant_conv", None) is not None and network.post_quant_conv is not None:
             _fold(network, mean, std)
             network.register_to_config(**_UNSCALED)
-        elif not is_same_scale((mean, std), scale := self._own_scale()):
+        else:
+            scale = self._own_scale()
             raise UserError(
                 f"data.encode: this run has {scale_text((mean, std))}, but the {_CONFIG} in {self.path} has "
                 f"{scale_text(scale)}, and the {type(network).__name__} has no quant_conv and post_quant_conv for the "
                 'difference; to export to diffusers, train with scale = "model"'
             )
         return network
+
+    def unchanged_files(self, mean: Sequence[float], std: Sequence[float]) -> dict[str, Path]:
+        if not is_same_scale((mean, std), self._own_scale()):
+            return {}
+        return {_CONFIG: self.folder / _CONFIG, **usual_files(self.weights(), _USUAL)}
 
 
 def _is_known(config: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ The code that is returned makes the images of the run: a call of a pipeline, or 
 """
 
 import importlib
+import shutil
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,14 +61,22 @@ def _write_folder(out: Path, run: ExportedRun, sampling: Equivalent) -> str:
     models = {name: model} if vae is None else {name: model, _DECODERS.get(pipeline, "vae"): vae}
     if pipeline == _SD:
         scheduler.register_to_config(steps_offset=1)  # otherwise set with a warning; the steps do not use it
+    copied = dict(texts.files)
+    if codec and (files := codec.encoder.unchanged_files(*scale)):
+        copied[_DECODERS.get(pipeline, "vae")] = files
     with new_folder(out) as folder:
+        for each, files in copied.items():
+            _copy(folder / each, files)
         for each, part in models.items():
+            if each in copied:
+                continue
             _write_config(folder / each, part)
             tensors = run.tensors() if part is model else plain_tensors(part)
             origin = run.metadata if part is model else None
             write_tensors(folder / each / "diffusion_pytorch_model.safetensors", tensors, origin)
         for each, part in texts.parts.items():
-            _write_of_transformers(folder / each, part)
+            if each not in copied:
+                _write_of_transformers(folder / each, part)
         _write_config(folder / "scheduler", scheduler)
         if not pipeline:
             return _own_loop(loop, out, name, sampling, vae, texts)
@@ -227,6 +236,12 @@ def _write_of_transformers(folder: Path, part: Any) -> None:
         write_tensors(folder / "model.safetensors", plain_tensors(part))
     else:
         part.save_pretrained(folder)
+
+
+def _copy(folder: Path, files: Mapping[str, Path]) -> None:
+    folder.mkdir()
+    for name, path in files.items():
+        shutil.copyfile(path, folder / name)
 
 
 def _write_config(folder: Path, part: Any) -> None:

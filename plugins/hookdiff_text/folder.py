@@ -25,7 +25,7 @@ from hookdiff.encoding import (
 )
 
 CONFIG = "config.json"
-_USUAL = "model.safetensors"
+USUAL = "model.safetensors"
 _WEIGHTS = "transformers_weights"  # a key of config.json: the name of the file with the weights
 _OF_TOKENIZER = (
     *("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
@@ -45,7 +45,7 @@ def network_weights(folder: Path, config: Mapping[str, Any]) -> Weights:
         UserError: if the folder has no weights in safetensors.
     """
     if (named := config.get(_WEIGHTS)) is None:
-        return weights_in(folder, (_USUAL, _USUAL.removesuffix(".safetensors") + INDEX))
+        return weights_in(folder, (USUAL, USUAL.removesuffix(".safetensors") + INDEX))
     is_file = isinstance(named, str) and Path(named).name == named and named.endswith((".safetensors", INDEX))
     if not is_file or file_in(folder, named) is None:
         raise UserError(
@@ -91,7 +91,7 @@ def network_in(folder: Path, kind: str, device: torch.device, precision: str) ->
         # Models trained only to predict words have no pooler, the layer that gives one vector for a caption.
         if _POOLER in signature(network_class).parameters and not any("pooler." in name for name in weights.shapes):
             options[_POOLER] = False
-        network = load_network(network_class, folder, config, weights, _USUAL, **options)
+        network = load_network(network_class, folder, config, weights, USUAL, **options)
     network.name_or_path = network.config.name_or_path = str(folder)
     network = network.to(device, torch.bfloat16 if precision == "bf16" else torch.float32)
     return network.eval().requires_grad_(False)

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from hookdiff import UserError, listed
 from hookdiff.disk import Weights
-from hookdiff.encoding import ExportedTexts, TextEncoder, digest_seen, refused_as, table_in
+from hookdiff.encoding import ExportedTexts, TextEncoder, digest_seen, refused_as, table_in, usual_files
 from hookdiff.options import about
 from hookdiff_text.folder import (
     CONFIG,
+    USUAL,
     check_tokens,
     count_in,
     has_tokenizer,
@@ -222,7 +223,13 @@ class Pipeline(TextEncoder):
         for suffix, (_, prompted, unprompted) in opened.side.returned.items():
             as_bool = ".bool()" * (suffix == "_mask")
             conditions[name + suffix] = f"made[{prompted}]{as_bool}", f"made[{unprompted}]{as_bool}"
-        return ExportedTexts(parts, code, conditions, kind)
+        files: dict[str, Mapping[str, Path]] = {}
+        for part in self.parts():
+            config = table_in(part.folder, CONFIG, "model of transformers")
+            weights = usual_files(network_weights(part.folder, config), USUAL)
+            files[part.folder.name] = {CONFIG: part.folder / CONFIG, **weights}
+            files[part.tokenizer_folder.name] = {path.name: path for path in tokenizer_files(part.tokenizer_folder)}
+        return ExportedTexts(parts, code, conditions, kind, files)
 
 
 def _flags(index: Mapping[str, Any]) -> dict[str, bool]:

@@ -99,6 +99,12 @@ def test_the_whole_network_has_the_adapters_added(here: Path, hookdiff: Command,
     check_facts(output(hookdiff("export", "run", here / "whole", "--to", "diffusers")), "StableDiffusionPipeline")
     pipeline = diffusers.DiffusionPipeline.from_pretrained(here / "whole")
     torch.testing.assert_close(drawn(pipeline, **CALLS[SD]), ours(), rtol=0, atol=TOLERANCE)
+    for part in ("vae", "text_encoder", "tokenizer"):  # untrained parts are copied
+        names = sorted(path.name for path in Path("base", part).iterdir())
+        assert names == sorted(path.name for path in (here / "whole" / part).iterdir())
+        assert all(
+            Path("base", part, name).read_bytes() == (here / "whole" / part / name).read_bytes() for name in names
+        )
     succeed("export", "run", here / "whole.safetensors")
     tensors = load_file(here / "whole.safetensors")
     base = load_file("base/unet/diffusion_pytorch_model.safetensors")
