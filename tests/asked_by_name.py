@@ -60,7 +60,6 @@ ASKED: dict[str, dict[str, set[str]]] = {
             "getattr(diffusers, sampling.scheduler)",
         },
         "plugins/hookdiff_pretrained/folder.py": {"getattr(diffusers, name, None)"},
-        "plugins/hookdiff_pretrained/load.py": {"getattr(folder.kind, '_keep_in_fp32_modules', None)"},
         "plugins/hookdiff_pretrained/scheduler.py": {"getattr(diffusers, kind, None)"},
         "plugins/hookdiff_text/__init__.py": {"getattr(network.config, 'use_attention_mask', False)"},
         "plugins/hookdiff_text/folder.py": {"getattr(tokenizer, 'vocab_file', None)", "getattr(transformers, kind)"},

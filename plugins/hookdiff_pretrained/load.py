@@ -19,7 +19,7 @@ logger = logging.getLogger("hookdiff")
 def load(folder: NetworkFolder, options: Mapping[str, Any], digest: str | None, dtype: torch.dtype) -> Any:
     """Return the network of `folder`, made with `options`, with its weights in `dtype`.
 
-    Weights that the class keeps in float32, and buffers, are float32.
+    Buffers are float32.
 
     On the meta device no weights are read, so that a trial takes no memory.
 
@@ -44,15 +44,11 @@ def load(folder: NetworkFolder, options: Mapping[str, Any], digest: str | None, 
     if unfit:
         kind = folder.kind.__name__
         raise UserError(f"{KEY}: {weights.path} does not fit the {kind} of {folder.path}:\n  " + "\n  ".join(unfit))
-    kept = tuple(getattr(folder.kind, "_keep_in_fp32_modules", None) or ())
-    wanted = {
-        name: torch.float32 if any(part in name.split(".") for part in kept) else dtype
-        for name, weight in network.named_parameters()
-        if weight.is_floating_point()
-    }
+    wanted = {name: dtype for name, weight in network.named_parameters() if weight.is_floating_point()}
     if torch.get_default_device().type == "meta":
-        for name, weight in network.named_parameters():
-            weight.data = weight.data.to(wanted.get(name))
+        for name in wanted:
+            weight = network.get_parameter(name)
+            weight.data = weight.data.to(dtype)
         mark_base(network)
         return network
     found = digest_seen([weights], [], asked_by=KEY)

@@ -230,6 +230,22 @@ def test_a_network_without_layers_to_adapt_is_refused() -> None:
         layers_of(nn.Sequential(nn.Linear(4, 4)), ())
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's compiler
+def test_it_trains_the_same_compiled_and_with_gradient_checkpointing(here: Path) -> None:
+    losses = []
+    for name, plugins, settings in (
+        ("plain", (), ()),
+        ("compiled", ("compile",), ("plugins.compile.backend=eager",)),
+        ("checkpointed", (), ("model.gradient_checkpointing=true",)),
+    ):
+        config = load_config("c.toml", ("no:samples", *plugins), settings)
+        with build_loop(config, here / name) as loop:
+            losses.append([step.loss for step in loop.steps()])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("plugin", "settings"), [("ddp", ""), ("fsdp", ""), ("fsdp", 'model.precision="bf16"')], ids=str

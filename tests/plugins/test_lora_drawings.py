@@ -141,6 +141,8 @@ def test_an_adapter_teaches_a_new_shape(tmp_path: Path, succeed: Succeed, monkey
     before = drawn("runs/base")
     succeed("run", "hearts.toml")
     after = drawn("runs/hearts")
+    files = [path for path in Path("runs/hearts/checkpoints").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 1 << 20
     assert (before.count("heart") <= 3, after.count("heart") >= 28) == (True, True), (before, after)
 
 
