@@ -16,6 +16,7 @@ def fill(tables: dict[str, Any], known: Elsewhere, by: str) -> list[str]:
     Warn of facts for which `tables` have another value. `by` names the part that knows the values.
     """
     filled = list[str]()
+    _move(tables, known.moved)
     for values, are_facts in ((known.facts, True), (known.defaults, False)):
         for place, given, value in _fill(tables, values, filled):
             if are_facts:
@@ -42,6 +43,14 @@ def _fill(
         else:
             table[key] = _as_table(given)
             yield from _fill(table[key], value, filled, f"{place}.")
+
+
+def _move(table: dict[str, Any], moved: Mapping[str, Any]) -> None:
+    for key, value in moved.items():
+        if isinstance(value, Mapping):
+            _move(table[key], value)
+        else:
+            table[key] = value
 
 
 def _as_table(given: Any) -> dict[str, Any]:

@@ -14,10 +14,11 @@ _FIT = "hookdiff_fit"  # attribute of a target
 
 @define(frozen=True)
 class Elsewhere:
-    """Values for other tables of the config, nested as the tables are; the config keeps the values that it sets."""
+    """Values for other tables of the config, nested as the tables are. The config keeps the values that it sets."""
 
     facts: Mapping[str, Any] = field(factory=dict)  # a config with another value gets a warning
     defaults: Mapping[str, Any] = field(factory=dict)
+    moved: Mapping[str, Any] = field(factory=dict)  # take the place of paths that the config sets
     warnings: tuple[str, ...] = ()  # each begins with a key
 
 

@@ -58,7 +58,22 @@ def known_in(pipeline: Path, config: Mapping[str, Any]) -> Elsewhere:
             encode["text"] = {"use": "pipeline", "path": str(pipeline)}
             defaults["diffusion"] = {"conditions": {keyword: f"text{end}" for end, keyword in keywords.items()}}
     defaults["data"] = {"encode": encode}
-    return Elsewhere(facts, defaults, warnings)
+    parts = {**encode, "text": {"use": "pipeline", "path": str(pipeline)}}
+    return Elsewhere(facts, defaults, _moved(_table(data, "encode"), parts), warnings)
+
+
+def _moved(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the paths of this pipeline for encoders of the config whose folders are not there.
+
+    The config of a run has the paths of the pipeline when it began. Other encoders are refused by their hash.
+    """
+    encode = {}
+    for name, own in ours.items():
+        table = _table(given, name)
+        path = table.get("path")
+        if isinstance(path, str) and table.get("use") == own["use"] and not Path(path).expanduser().exists():
+            encode[name] = {"path": own["path"]}
+    return {"data": {"encode": encode}} if encode else {}
 
 
 def _table(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

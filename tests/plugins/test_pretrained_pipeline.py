@@ -1,5 +1,6 @@
 """What the folder of a pipeline says about a config: process, prediction, sampling, encoders and conditions."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 
 from hookdiff import ConfigError, build_loop, hookimpl, load_config
 from hookdiff.diffusion import DDIM, VP, Flow, Leading, Shifted, Trailing
+from hookdiff.testing.compare import assert_same
+from hookdiff_checkpoint import read_checkpoint
 from tests.conftest import Command, Succeed, check_facts, check_refused, output, refused, warnings
 from tests.whole_pipelines import BETAS, SD, save_pictures, save_whole
 
@@ -134,6 +137,26 @@ def test_a_scheduler_gives_process_and_sampling(
     assert sampling.spacing == spacing
     assert sampler in (None, sampling.sampler)
     assert len(warnings(caplog)) == num_warnings
+
+
+def test_a_pipeline_may_move_and_not_change(here: Path, saved: Path, succeed: Succeed, hookdiff: Command) -> None:
+    succeed("run", "c.toml", "--out", "whole")
+    succeed("run", "c.toml", "--out", "run", "--steps", "1")
+    Path("base").unlink()
+    shutil.copytree(saved / "base", "moved")
+    check_refused(hookdiff("resume", "run", "--steps", "2"), "model.path", "base")
+    moved = ("--set", "model.path=moved")
+    succeed("resume", "run", "--steps", "2", *moved)
+    checkpoints = [read_checkpoint(Path(name, "checkpoints", "step-00000002")) for name in ("whole", "run")]
+    assert_same(checkpoints[1]["model"], checkpoints[0]["model"])
+    succeed("sample", "run", "--num", "1", "--prompt", "a red disc", "--out", "s.png", *moved)
+    succeed("export", "run", "whole.safetensors", *moved)
+    weights = Path("moved/unet/diffusion_pytorch_model.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for words in (("resume", "run", "--steps", "3"), ("sample", "run"), ("export", "run", "x.safetensors")):
+        check_refused(hookdiff(*words, *moved), "model.path", "digest")
 
 
 def test_a_flow_samples_with_the_shift_of_its_scheduler(here: Path) -> None:
