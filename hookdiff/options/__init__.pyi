@@ -13,7 +13,7 @@ from .fields import (
     is_served as is_served,
     one_of as one_of,
 )
-from .fitted import Elsewhere as Elsewhere, Fitted as Fitted, fitted_by as fitted_by
+from .fitted import Elsewhere as Elsewhere, Fitted as Fitted, fit_to as fit_to, fitted_by as fitted_by
 from .help import Key as Key, argument_texts as argument_texts, keys as keys, summary as summary
 from .imports import import_line as import_line, import_object as import_object
 from .software import versions as versions

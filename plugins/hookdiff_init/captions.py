@@ -12,11 +12,9 @@ from attrs import evolve
 from hookdiff import UserError
 from hookdiff.disk import read_file
 from hookdiff.encoding import Encoder, why_no_folder
-from hookdiff.images import Folder
-from hookdiff_init.look import Pictures, Texts
+from hookdiff_init.look import Pictures, Texts, read_captions
 
 _MULTIPLE = 8  # the length is a multiple of this, to leave room for prompts that are longer than the captions
-_PROMPTS = 4  # captions that the run draws
 _AT_ONCE = 1024  # texts
 _WIDTHS = ("hidden_size", "d_model", "dim")  # key in config.json for the width of a token, by kind of model
 
@@ -41,15 +39,10 @@ def with_captions(pictures: Pictures, encoder: Path) -> Pictures:
         raise UserError("--text-encoder needs a package: pip install 'hookdiff[text]'")
     check_encoder(encoder)
     width = _width(encoder)
-    by_name = Folder(pictures.path, "none", "txt").texts
-    assert by_name is not None
-    different = list(dict.fromkeys(text for captions in by_name["text"] for text in captions))
-    longest = _longest(encoder, different)
-    lacking = sum(not captions for captions in by_name["text"])
-    num = min(len(different), _PROMPTS)
-    prompts = tuple(different[k * len(different) // num] for k in range(num))
-    texts = Texts(str(encoder), width, lacking, _length(encoder, longest), longest, prompts)
-    return evolve(pictures, texts=texts, classes=(), flat=pictures.flat or bool(pictures.classes))
+    captions = read_captions(pictures)
+    longest = _longest(encoder, captions.different)
+    texts = Texts(str(encoder), width, _length(encoder, longest), longest)
+    return evolve(pictures.without_classes(), captions=captions, texts=texts)
 
 
 def _width(encoder: Path) -> int:

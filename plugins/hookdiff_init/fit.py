@@ -47,7 +47,7 @@ def fit(pictures: Pictures, seconds: float | None, side: int | None = None, diff
     has_limit, seconds = seconds is not None, seconds or _USUAL
     device = pick_device("auto").type
     fitting, planned = None, seconds
-    for tried in [side] if side else _sides(pictures):
+    for tried in [side] if side else sides(pictures):
         batch_size = min(pictures.num, _BATCH if device == "cpu" else 2 * _BATCH)
         plan = Plan(tried, _network(tried), batch_size, diffusers, num=pictures.rows or _FEWEST)
         fewest = fewest_steps(tried)
@@ -88,13 +88,13 @@ def _with_steps(plan: Plan, seconds: float) -> Plan:
     return evolve(plan, steps=_rounded((seconds - plan.grids * plan.grid_seconds) / plan.step_seconds))
 
 
-def _sides(pictures: Pictures) -> list[int]:
+def sides(pictures: Pictures) -> list[int]:
     """Return the sides to choose from, the smallest first: the side of square images, or powers of two."""
     largest = pictures.side
-    sides = [side for side in (8, 16, 32, 64, 128) if side <= max(8, largest)]
+    known = [side for side in (8, 16, 32, 64, 128) if side <= max(8, largest)]
     if pictures.square and 8 < largest < 128 and largest % _network(largest).divisor == 0:
-        sides = sorted({*sides, largest})
-    return [side for side in sides if side >= min(_SIDE, sides[-1])]
+        known = sorted({*known, largest})
+    return [side for side in known if side >= min(_SIDE, known[-1])]
 
 
 def _network(side: int) -> Network:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from attrs import define
+from attrs import define, evolve
 
 from hookdiff import UserError
 from hookdiff.images import Folder, Store, Transforms, feed_of, reader_of_source
@@ -11,19 +11,32 @@ from hookdiff.images import Folder, Store, Transforms, feed_of, reader_of_source
 _PER_CLASS = 8  # with fewer images in each sub-folder, the sub-folders are not classes
 _DECODED = 5_000  # images that are decoded, to find broken files; this many photos take a minute
 _ROWS = 10  # classes that a grid shows
+_PROMPTS = 4  # captions that a grid shows
 _SMALL = 0.1  # share of the images that may be smaller than the training images
 
 
 @define(frozen=True)
-class Texts:
+class Captions:
     """The captions to train on."""
+
+    lacking: int  # images without a caption
+    different: tuple[str, ...]  # in the order of the images
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """Captions from all over the folder, to draw."""
+        num = min(len(self.different), _PROMPTS)
+        return tuple(self.different[k * len(self.different) // num] for k in range(num))
+
+
+@define(frozen=True)
+class Texts:
+    """The text encoder for the captions."""
 
     encoder: str  # the folder
     width: int  # features of a token
-    lacking: int  # images without a caption
     length: int  # tokens to which a caption is padded or truncated
     longest: int  # tokens of the longest caption
-    prompts: tuple[str, ...]  # captions from all over the folder, to draw
 
 
 @define(frozen=True)
@@ -42,14 +55,19 @@ class Pictures:
     unreadable: int = 0
     others: int = 0  # files that are not images
     captioned: int = 0  # images with a .txt beside them
+    captions: Captions | None = None
     texts: Texts | None = None
 
     @property
     def summary(self) -> str:
         """Number, colour and classes, in words."""
         classes = f" in {len(self.classes):,} classes" if self.classes else ""
-        kind, captions = "grey" if self.channels == 1 else "colour", " with captions" * bool(self.texts)
-        return f"{self.num:,} {kind} image{'s' * (self.num != 1)}{classes}{captions}"
+        captions = " with captions" * bool(self.captions)
+        return f"{self.num:,} {self.colour} image{'s' * (self.num != 1)}{classes}{captions}"
+
+    @property
+    def colour(self) -> str:
+        return "grey" if self.channels == 1 else "colour"
 
     @property
     def are_captioned(self) -> bool:
@@ -59,7 +77,7 @@ class Pictures:
     @property
     def rows(self) -> int:
         """The number of classes or prompts in a grid; 0: it has no rows."""
-        return len(self.texts.prompts) if self.texts else min(len(self.classes), _ROWS)
+        return len(self.captions.prompts) if self.captions else min(len(self.classes), _ROWS)
 
     @property
     def square(self) -> bool:
@@ -71,6 +89,10 @@ class Pictures:
         """The size that most images have."""
         width, height = max(self.sizes, key=lambda size: self.sizes[size])
         return f"{width} x {height}"
+
+    def without_classes(self) -> "Pictures":
+        """Return the same pictures, of which the sub-folders are not classes."""
+        return evolve(self, classes=(), flat=self.flat or bool(self.classes))
 
     def smaller(self, side: int) -> int:
         """Return the number of images with a side below `side`."""
@@ -115,6 +137,19 @@ def look(path: Path) -> Pictures:
         others=sum(count for count, _ in source.passed_over.values()),
         captioned=sum(source.path_of(index).with_suffix(".txt").is_file() for index in range(len(source))),
     )
+
+
+def read_captions(pictures: Pictures) -> Captions:
+    """Read the captions beside the images of a folder, of which some have one.
+
+    Raises:
+        UserError: for captions that cannot be read.
+    """
+    by_name = Folder(str(pictures.path), "none", "txt").texts
+    assert by_name is not None
+    captions = by_name["text"]
+    lacking = sum(not each for each in captions)
+    return Captions(lacking, tuple(dict.fromkeys(text for each in captions for text in each)))
 
 
 def _side(sizes: Mapping[tuple[int, int], int]) -> int:

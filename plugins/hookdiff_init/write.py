@@ -1,7 +1,7 @@
 """Writes the config: TOML with a comment on each line that needs one."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import tomli_w
@@ -13,6 +13,7 @@ from hookdiff_init.look import Pictures
 from hookdiff_init.steps import EXAMPLES, example, fewest_steps
 
 SHARE = 0.1  # of the time, for grids of samples
+CAPTIONS = 'captions = "txt"', "the lines of the .txt beside each image"
 _LOGS = 20  # lines of a run in metrics.jsonl, at least
 
 
@@ -82,16 +83,21 @@ class Plan:
 
 def text(pictures: Pictures, plan: Plan, path: Path) -> str:
     """Return the config that trains on `pictures`, as `path` will hold it."""
+    return commented(_lines(pictures, plan, path))
+
+
+def commented(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return the text of pairs of a line of TOML, or "", and its comment, or ""."""
     lines = []
-    for line, comment in _lines(pictures, plan, path):
+    for line, comment in pairs:
         lines.append(f"{line:<27} # {comment}" if line and comment else line or f"# {comment}" * bool(comment))
     return "\n".join(lines) + "\n"
 
 
 def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, str]]:
     """Yield each line, with its comment."""
-    name = _plain(path.stem)
-    yield "", f"Trains on {pictures.summary}: `hookdiff run {_plain(path)}`, then `hookdiff sample runs/{name}`."
+    name = plain(path.stem)
+    yield "", f"Trains on {pictures.summary}: `hookdiff run {plain(path)}`, then `hookdiff sample runs/{name}`."
     yield "", "All other keys have the values that made the best images in hookdiff's benchmarks."
     yield "", "`hookdiff check` prints them; docs/reference/config.md explains them."
     for line in plan.advice:
@@ -102,7 +108,7 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
     if plan.steps < _LOGS * LoopConfig().log_every:
         yield f"log_every = {max(1, plan.steps // _LOGS)}", "steps between two lines of the log"
     yield "", ""
-    yield from _data(pictures, plan)
+    yield from _data(pictures, plan.side)
     yield "", ""
     yield from (_of_diffusers if plan.diffusers else _own)(pictures, plan.network)
     yield "", ""
@@ -112,7 +118,7 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
         yield "", ""
     if pictures.classes:
         yield "[diffusion]", ""
-        yield "conditional = true", f"train on the classes: {listed([*map(_plain, pictures.classes)], 5)}"
+        yield "conditional = true", f"train on the classes: {listed([*map(plain, pictures.classes)], 5)}"
         yield "", ""
     condition = "caption" if pictures.texts else "class" if pictures.classes else ""
     if condition or plan.diffusers:
@@ -129,11 +135,16 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
     yield f"num = {plan.num}", "in each panel" + "; classes have rows of their own" * (not pictures.texts)
     if plan.sampler_steps:
         yield f"steps = {plan.sampler_steps}", "of the sampler; the usual number takes more than a tenth of the time"
-    if pictures.texts:
-        first, *others = tomli_w.dumps({"prompts": pictures.texts.prompts}).strip().split("\n")
-        yield first, "captions from the folder, a row each"
-        for line in others:
-            yield line, ""
+    if pictures.captions:
+        yield from prompts(pictures.captions.prompts, "captions from the folder, a row each")
+
+
+def prompts(texts: Sequence[str], comment: str) -> Iterator[tuple[str, str]]:
+    """Yield the lines of the key `prompts`."""
+    first, *others = tomli_w.dumps({"prompts": texts}).strip().split("\n")
+    yield first, comment
+    for line in others:
+        yield line, ""
 
 
 def _own(pictures: Pictures, network: Network) -> Iterator[tuple[str, str]]:
@@ -169,35 +180,20 @@ def _toml(names: list[str]) -> str:
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
 
 
-def _data(pictures: Pictures, plan: Plan) -> Iterator[tuple[str, str]]:
+def _data(pictures: Pictures, side: int) -> Iterator[tuple[str, str]]:
     yield "[data]", ""
     if pictures.path is None:
         yield 'source = "digits"', "8 x 8 pixels, from scikit-learn"
-        if pictures.side != plan.side:
-            yield f"image_size = {plan.side}", ""
+        if pictures.side != side:
+            yield f"image_size = {side}", ""
             yield "upscale = true", "larger than the images are"
-        return
-    yield 'source = "folder"', ""
-    others = f"{pictures.others:,} other file{'s are' if pictures.others > 1 else ' is'} not used"
-    yield tomli_w.dumps({"path": pictures.path}).strip(), others if pictures.others else ""
-    if pictures.flat:
-        yield 'labels = "none"', '"folder": each sub-folder is a class'
-    if not pictures.square or pictures.side != plan.side:
-        sizes = f"{pictures.usual_size} pixels" + ", and other sizes" * (len(pictures.sizes) > 1)
-        yield f"image_size = {plan.side}", f"of {sizes}: the shorter side is resized, the centre cropped"
-    if smaller := pictures.smaller(plan.side):
-        yield "upscale = true", f"{smaller} of the images are smaller"
-    if pictures.mixed:
-        yield "channels = 3", "some images are grey, others in colour"
-    if pictures.transparent:
-        yield 'background = "white"', "behind transparent pixels"
-    if pictures.unreadable:
-        yield 'unreadable = "skip"', f"{pictures.unreadable} of the files cannot be read"
-    yield "flip = false", "true also trains on mirror images"
+    else:
+        yield from folder(pictures, side)
     if texts := pictures.texts:
-        yield 'captions = "txt"', "the lines of the .txt beside each image"
-        if texts.lacking:
-            yield 'missing = "empty"', f"{texts.lacking:,} of the images have no caption"
+        assert pictures.captions is not None
+        yield CAPTIONS
+        if lacking := pictures.captions.lacking:
+            yield 'missing = "empty"', f"{lacking:,} of the images have no caption"
         yield "", ""
         yield "[data.encode.text]", ""
         yield 'use = "text"', "a frozen text encoder of transformers"
@@ -207,6 +203,29 @@ def _data(pictures: Pictures, plan: Plan) -> Iterator[tuple[str, str]]:
         yield "mask = true", "a mask of the tokens that are not padding"
 
 
-def _plain(name: object) -> str:
+def folder(pictures: Pictures, side: int, channels: int | None = None) -> Iterator[tuple[str, str]]:
+    """Yield the lines for pictures in a folder, as squares of `side`; with `channels`, if the network needs these."""
+    yield 'source = "folder"', ""
+    others = f"{pictures.others:,} other file{'s are' if pictures.others > 1 else ' is'} not used"
+    yield tomli_w.dumps({"path": pictures.path}).strip(), others if pictures.others else ""
+    if pictures.flat:
+        yield 'labels = "none"', '"folder": each sub-folder is a class'
+    if not pictures.square or pictures.side != side:
+        sizes = f"{pictures.usual_size} pixels" + ", and other sizes" * (len(pictures.sizes) > 1)
+        yield f"image_size = {side}", f"of {sizes}: the shorter side is resized, the centre cropped"
+    if smaller := pictures.smaller(side):
+        yield "upscale = true", f"{smaller} of the images are smaller"
+    if channels not in (None, pictures.channels):
+        yield f"channels = {channels}", f"as the network takes; the images are {pictures.colour}"
+    elif pictures.mixed:
+        yield "channels = 3", "some images are grey, others in colour"
+    if pictures.transparent:
+        yield 'background = "white"', "behind transparent pixels"
+    if pictures.unreadable:
+        yield 'unreadable = "skip"', f"{pictures.unreadable} of the files cannot be read"
+    yield "flip = false", "true also trains on mirror images"
+
+
+def plain(name: object) -> str:
     """Return a name without characters that a comment may not hold."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(name))
