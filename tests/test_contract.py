@@ -251,6 +251,7 @@ ALONE = re.compile(rf"^{any_of(ENTRIES)}$|(?P<quote>['\"`]){any_of(ENTRIES)}(?P=
 OWN_USES = {
     "array": {"hookdiff/experiment/json_schema.py"},  # a type of JSON
     "checkpoint": {"hookdiff/builtin/events.py"},  # kinds of events
+    "unet": {"hookdiff/disk/hub.py"},  # a folder of a pipeline
     "compile": {"hookdiff/experiment/loaded_run.py"},  # a key of [sampling]
     "nan": {"hookdiff/builtin/events.py"},
     "loss": {

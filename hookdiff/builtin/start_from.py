@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from attrs import define, field
 from attrs.validators import min_len, optional
 
+from hookdiff.disk.hub import local_path
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
-from hookdiff.models.load import load_into
+from hookdiff.models.load import KEY, load_into
 from hookdiff.options.fields import about
 
 
@@ -30,8 +30,8 @@ class Start:
         default=None,
         validator=optional(min_len(1)),
         metadata=about(
-            "first weights of a new run: a safetensors file, the index of several files, or the folder of the index; "
-            "a resumed run keeps its own weights"
+            "first weights of a new run: a safetensors file, the index of several files, the folder of the index, or "
+            "`hub:ORG/NAME/FILE`; a resumed run keeps its own weights"
         ),
     )
     start_partial: bool = field(
@@ -46,4 +46,4 @@ class Start:
     def on_start(self, loop: Loop) -> None:
         """Load the file; raise ConfigError with every tensor that does not fit."""
         if self.start_from and loop.progress.position == 0:
-            load_into(loop.model, Path(self.start_from), self.start_partial)
+            load_into(loop.model, local_path(self.start_from, KEY), self.start_partial)

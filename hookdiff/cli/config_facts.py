@@ -52,7 +52,7 @@ def data_facts(config: Config, trial: Feed | None) -> DataFacts:
     if trial is not None:
         return DataFacts(trial.shape, num_samples=len(trial.training), num_classes=trial.num_classes)
     transforms = config.data.of(Transforms)
-    if any(place.startswith("data.") for place in config.needs_trust):
+    if any(place.startswith("data.") and place != "data.encode" for place in config.needs_trust):
         return _of_pictures(transforms, None, problem="it may have to be downloaded")
     try:
         source = AnySource(without_loader(config.data.build()))

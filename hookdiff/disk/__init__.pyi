@@ -11,6 +11,7 @@ from .files import (
     write_file as write_file,
     writing as writing,
 )
+from .hub import is_hub_name as is_hub_name, local_path as local_path
 from .lock import check_place as check_place, confine as confine, lock_run_dir as lock_run_dir
 from .paths import (
     check_writable as check_writable,

@@ -67,7 +67,8 @@ def _download(value: str, is_near: bool) -> str:
         return ""
     name, place = f"{owner}/{model}" if model else owner, model or owner
     inner = "" if address else inner or ""
+    fetched = f"set path = {f'hub:{name}{inner}'!r}, or " if model else ""
     return (
-        "; nothing is downloaded: if it is a name of the Hugging Face hub, run "
+        f"; nothing is downloaded by a plain name: if it is one of the Hugging Face hub, {fetched}run "
         f"`hf download {name} --local-dir {place}` and set path = {place + inner!r}"
     )

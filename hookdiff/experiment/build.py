@@ -23,6 +23,7 @@ from hookdiff.data.source import AnySource
 from hookdiff.data.wrong_sources import remedy, without_loader
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
+from hookdiff.disk.hub import local_path
 from hookdiff.disk.reading import read_file
 from hookdiff.encoding.captioned_reader import CaptionedReader
 from hookdiff.encoding.captions import CaptionKeys, captions_for
@@ -50,7 +51,7 @@ from hookdiff.models.attention_forms import use_attention
 from hookdiff.models.base import found_in_base, leave_out_base
 from hookdiff.models.compiler import sampling_errors, try_compiler
 from hookdiff.models.init import Initialisation, layers_called
-from hookdiff.models.load import load_into
+from hookdiff.models.load import KEY, load_into
 from hookdiff.options.structure import missing, parameters
 from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.run_dir.layout import run_of
@@ -291,7 +292,7 @@ def _try_network(config: Config, feed: Feed, trains: bool, start: Start) -> None
         with _sizes_in_errors(feed):
             check_model(known, model, feed, objective, trains)
         if start.start_from:
-            load_into(model, Path(start.start_from), start.start_partial)
+            load_into(model, local_path(start.start_from, KEY), start.start_partial)
 
     try:
         attempt(torch.device("meta"))

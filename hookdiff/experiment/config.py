@@ -24,6 +24,7 @@ from hookdiff.data.vision import vision
 from hookdiff.diffusion.clipping import NoClipping
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.sampling import Sampling
+from hookdiff.disk.hub import pin_names
 from hookdiff.disk.lock import confine
 from hookdiff.disk.reading import only_files
 from hookdiff.encoding.captions import CaptionKeys
@@ -37,7 +38,7 @@ from hookdiff.experiment.own_runs import is_remembered, remember
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.part_requirements import MODEL, OPTIMIZER, SOURCE, PartRequirement
 from hookdiff.experiment.toml_file import read_with_bytes
-from hookdiff.experiment.trust import dangers, is_of_run, is_users_choice
+from hookdiff.experiment.trust import CONNECTS, dangers, is_of_run, is_users_choice
 from hookdiff.images.items import ItemKeys
 from hookdiff.images.loader import Workers
 from hookdiff.images.store import Store
@@ -314,6 +315,10 @@ def load_config(
         trust = trust or is_remembered(path, data)
     given = deepcopy(table)
     is_strangers = is_of_run(path) and not trust
+    if unfetched := [*pin_names(table, lambda name: _why_not_fetched(name, is_strangers))]:
+        for place, reason in unfetched:
+            problems.add(place, reason)
+        problems.refuse(path)  # a part may have its keys from its folder
     where = None if is_strangers else search(table, path, (*plugins, *settings), asked=asked, trust=trust)
     with importing(only_installed=is_strangers, where=where) as imports:
         config = _checked_config(table, path, plugins, problems, without, hooks, path.parent if is_strangers else None)
@@ -323,6 +328,10 @@ def load_config(
     if is_of_run(path) and trust and os.environ.get("RANK", "0") == "0":
         remember(path, data, bool(needs_trust))
     return evolve(config, trust=trust, is_own=not is_strangers, given=given, needs_trust=needs_trust)
+
+
+def _why_not_fetched(name: str, is_strangers: bool) -> str:
+    return f"{CONNECTS}; {TRUST}" if is_strangers and not isinstance(name, Text) else ""
 
 
 def make_plugin(

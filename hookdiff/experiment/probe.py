@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from inspect import isclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from hookdiff.builtin.start_from import Start
 from hookdiff.data.feed import Feed
+from hookdiff.disk.hub import local_path
 from hookdiff.encoding.captions import CaptionKeys, captions_for
 from hookdiff.encoding.encoder import CAPTIONS, INPUTS, EncoderKeys
 from hookdiff.errors import ConfigError, UserError
@@ -32,7 +32,7 @@ from hookdiff.images.transforms import Transforms, size_text
 from hookdiff.loop.registry import Plugins
 from hookdiff.loop.state import as_tuple
 from hookdiff.models.adapters import NoGradient, call_text, check_forward, num_classes_of
-from hookdiff.models.load import check_file
+from hookdiff.models.load import KEY, check_file
 from hookdiff.options.structure import Problems, missing
 
 Made = TypeVar("Made")
@@ -64,7 +64,7 @@ def try_config(config: Config, *, resume: bool = False) -> str | None:
     attempt(lambda: check_conditions_used(config))
     model = attempt(lambda: _probe_model(config))
     if (file := config.model.of(Start).start_from) and not resume:
-        attempt(lambda: check_file(Path(file)))
+        attempt(lambda: check_file(local_path(file, KEY)))
     attempt(lambda: try_optimizers(config))
     call = attempt(lambda: _probe_objective(config, model))
     for part in config.plugins.values():

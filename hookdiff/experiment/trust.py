@@ -18,9 +18,9 @@ from hookdiff.options.structure import Text, fields_of, marks_of, options_of
 from hookdiff.run_dir.config_toml import CONFIG
 from hookdiff.run_dir.layout import is_run_dir
 
-_CONNECTS = "it would connect to a server: set it yourself with --set"
+CONNECTS = "it would connect to a server: set it yourself with --set"
 _ANYWHERE = Path(os.sep, "runs", "NAME")  # stands for a run directory that is not known yet
-_URL = re.compile(r"[\w.+-]+::|.*://", re.DOTALL)  # also chains of fsspec
+_URL = re.compile(r"hub:|[\w.+-]+::|.*://", re.DOTALL)  # also names of the hub, and chains of fsspec
 _FILE = re.compile(r"file://(?!.*::)", re.DOTALL)  # a URL of this machine
 
 
@@ -48,7 +48,7 @@ def dangers(
     for key, mark in marks_of(target, Connects).items():
         is_theirs = key in values if run_dir is None else not isinstance(values.get(key), Text)
         if is_theirs and mark.connects(arguments.get(key)):
-            yield f"{where}.{key}", _CONNECTS
+            yield f"{where}.{key}", CONNECTS
     for key, value in arguments.items():
         if key not in values:
             continue
@@ -58,7 +58,7 @@ def dangers(
         if key in handed and strangers:
             yield place, "these options decide what a library opens"
         elif remote := next((url for url in urls if not _FILE.match(url)), None):
-            yield place, f"{remote!r}: {_CONNECTS}"
+            yield place, f"{remote!r}: {CONNECTS}"
         elif key in writes and strangers and (not (when := writes[key].when) or arguments.get(when)):
             if not _is_inside(str(value), run_dir or _ANYWHERE, writes[key].in_run_dir):
                 yield place, f"{str(value)!r} is outside of the run directory, and files would be written there"

@@ -18,7 +18,7 @@ from attrs.validators import in_
 from torch import Tensor
 
 from hookdiff import UserError, listed
-from hookdiff.disk import INDEX, Weights
+from hookdiff.disk import INDEX, Weights, local_path
 from hookdiff.encoding import (
     Encoded,
     PictureEncoder,
@@ -44,7 +44,7 @@ _UNSCALED = {"scaling_factor": 1.0, "shift_factor": None, "latents_mean": None, 
 class Autoencoder(PictureEncoder):
     """A frozen autoencoder in a folder, as diffusers saves it: AutoencoderKL, AutoencoderDC or AutoencoderTiny."""
 
-    path: str = field(metadata=about("folder with config.json and the weights in safetensors"))
+    path: str = field(metadata=about("folder with config.json and the weights in safetensors, or `hub:ORG/NAME`"))
     posterior: Literal["sample", "mean"] = field(
         default="sample",
         validator=in_(("sample", "mean")),
@@ -71,7 +71,7 @@ class Autoencoder(PictureEncoder):
 
     @property
     def folder(self) -> Path:
-        return Path(self.path).expanduser()
+        return local_path(self.path, "data.encode")
 
     def config(self) -> dict[str, Any]:
         """Read config.json.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hookdiff import UserError
 from hookdiff.authors import ExportedRun, ExportFormat
-from hookdiff.disk import new_file, new_folder, write_tensors
+from hookdiff.disk import local_path, new_file, new_folder, write_tensors
 from hookdiff_lora.adapter import adapters_of
 
 _FILE = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for
@@ -71,7 +71,7 @@ def _prefix(model: object) -> str:
 def _usage(run: ExportedRun, prefix: str, place: str) -> str:
     """Return the code that loads the adapters at `place` into the network, or into the pipeline, of the run."""
     model: Any = run.loop.model
-    base = Path(run.config["model"].get("path", "BASE")).expanduser()
+    base = local_path(run.config["model"].get("path", "BASE"), "model.path")
     if (base / "model_index.json").is_file():
         return (
             f"pipeline = diffusers.DiffusionPipeline.from_pretrained({str(base)!r})\n"

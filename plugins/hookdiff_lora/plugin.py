@@ -4,7 +4,6 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Generator, Iterable
-from pathlib import Path
 from typing import Any, Literal
 
 from attrs import define, field
@@ -13,10 +12,11 @@ from torch import Tensor
 
 from hookdiff import Loop, UserError, hookimpl, listed, plugin
 from hookdiff.authors import seeded
+from hookdiff.disk import local_path
 from hookdiff.machine import derive_seed
 from hookdiff.options import about
 from hookdiff_lora.adapter import NAME, adapters_of
-from hookdiff_lora.files import load_adapter
+from hookdiff_lora.files import KEY, load_adapter
 from hookdiff_lora.targets import layers_of
 
 logger = logging.getLogger("hookdiff")
@@ -56,8 +56,8 @@ class LoRA:
         default=None,
         validator=optional(min_len(1)),
         metadata=about(
-            "first adapters of a new run: a safetensors file of diffusers or kohya, which keeps its strength; for a "
-            "file of a run use `model.start_from`"
+            "first adapters of a new run: a safetensors file of diffusers or kohya, or `hub:ORG/NAME/FILE`; it keeps "
+            "its strength. For a file of a run use `model.start_from`"
         ),
     )
 
@@ -105,7 +105,7 @@ class LoRA:
     @hookimpl(tryfirst=True)
     def on_start(self, loop: Loop) -> None:
         if self.start_from and loop.progress.position == 0:
-            load_adapter(loop.model, Path(self.start_from).expanduser())
+            load_adapter(loop.model, local_path(self.start_from, KEY))
 
 
 def _where(layers: Iterable[str]) -> str:

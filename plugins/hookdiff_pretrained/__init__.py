@@ -3,15 +3,15 @@
 import inspect
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
 from hookdiff import UserError, plugin
+from hookdiff.disk import is_hub_name, local_path
 from hookdiff.options import Elsewhere, Fitted, Fixed, fitted_by
-from hookdiff_pretrained.folder import NetworkFolder
+from hookdiff_pretrained.folder import KEY, NetworkFolder
 from hookdiff_pretrained.known import known_in, with_half
 from hookdiff_pretrained.load import load
 
@@ -24,7 +24,7 @@ def _fit(table: Mapping[str, Any]) -> Fitted:
         raise UserError("pretrained needs path")
     if not isinstance(path, str):  # which is refused as any wrong value is
         return Fitted(pretrained)
-    folder = NetworkFolder.at(Path(path).expanduser())
+    folder = NetworkFolder.at(local_path(path, KEY))
     own = inspect.signature(pretrained).parameters
     theirs = {each: value for each, value in folder.arguments().items() if each.name not in own}
     values = {each.name: value for each, value in theirs.items()}
@@ -46,11 +46,13 @@ def _fit(table: Mapping[str, Any]) -> Fitted:
     make.__signature__ = inspect.signature(pretrained).replace(parameters=parameters)  # type: ignore[attr-defined]
     make.__module__ = folder.kind.__module__  # whose names the annotations use
     is_half = str(table.get("precision")) == "bf16"
-    return Fitted(plugin(requires=("amp",))(make) if is_half else make, values, partial(_elsewhere, folder, is_half))
+    part = plugin(requires=("amp",))(make) if is_half else make
+    return Fitted(part, values, partial(_elsewhere, folder, path, is_half))
 
 
-def _elsewhere(folder: NetworkFolder, is_half: bool, config: Mapping[str, Any]) -> Elsewhere:
-    known = known_in(folder.pipeline, config) if folder.pipeline else Elsewhere()
+def _elsewhere(folder: NetworkFolder, path: str, is_half: bool, config: Mapping[str, Any]) -> Elsewhere:
+    name = path if is_hub_name(path) else str(folder.pipeline)
+    known = known_in(folder.pipeline, name, config) if folder.pipeline else Elsewhere()
     return with_half(known, config) if is_half else known
 
 
@@ -67,7 +69,8 @@ def pretrained(
     a plugin freezes some. Frozen weights are not in the files of the run, which therefore needs the folder.
 
     Args:
-        path: folder with config.json and the weights in safetensors, or of a pipeline with such a folder in it.
+        path: folder with config.json and the weights in safetensors, or of a pipeline with such a folder in it, or
+            `hub:ORG/NAME`.
         digest: hash of the weights, which the run writes itself; other weights are then refused.
         gradient_checkpointing: recompute in the backward pass, to save memory.
         precision: dtype of the weights; "bf16" is for weights that a plugin freezes, and needs the plugin `amp`.

@@ -18,8 +18,10 @@ _AUTOENCODERS = ("vae", "vqvae")  # folders of a pipeline
 _SCHEDULER = "scheduler/scheduler_config.json"
 
 
-def known_in(pipeline: Path, config: Mapping[str, Any]) -> Elsewhere:
+def known_in(pipeline: Path, base: str, config: Mapping[str, Any]) -> Elsewhere:
     """Return what the folder `pipeline` says about other tables, for a `config` that may set some of them.
+
+    `base` stands for the folder in these tables: its path, or a name of the hub.
 
     Raises:
         UserError: for a file in the folder that cannot be read.
@@ -44,7 +46,7 @@ def known_in(pipeline: Path, config: Mapping[str, Any]) -> Elsewhere:
     folder = next((pipeline / name for name in _AUTOENCODERS if (pipeline / name).is_dir()), None)
     if folder is not None:
         defaults.get("sampling", {}).pop("clipping", None)  # latents are never clipped
-        encode["image"] = {"use": "autoencoder", "path": str(folder)}
+        encode["image"] = {"use": "autoencoder", "path": type(base)(f"{base}/{folder.name}")}
         facts["data"] = {"encode": {"image": {"scale": "model"}}}
     if "conditions" not in diffusion and not _other_texts(_table(data, "encode")):
         place = _table(_table(data, "encode"), "text").get("path", pipeline)
@@ -55,10 +57,10 @@ def known_in(pipeline: Path, config: Mapping[str, Any]) -> Elsewhere:
             if _has_texts(pipeline):
                 warnings += (f"{KEY}: the text side of the {kind} in {pipeline} cannot be used: {error}",)
         else:
-            encode["text"] = {"use": "pipeline", "path": str(pipeline)}
+            encode["text"] = {"use": "pipeline", "path": base}
             defaults["diffusion"] = {"conditions": {keyword: f"text{end}" for end, keyword in keywords.items()}}
     defaults["data"] = {"encode": encode}
-    parts = {**encode, "text": {"use": "pipeline", "path": str(pipeline)}}
+    parts = {**encode, "text": {"use": "pipeline", "path": base}}
     return Elsewhere(facts, defaults, _moved(_table(data, "encode"), parts), warnings)
 
 

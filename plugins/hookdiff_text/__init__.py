@@ -14,6 +14,7 @@ from attrs.validators import ge, in_, optional
 from torch import Tensor
 
 from hookdiff import UserError, listed
+from hookdiff.disk import local_path
 from hookdiff.encoding import ExportedTexts, TextEncoder, digest_seen, table_in
 from hookdiff.options import about
 from hookdiff_text.folder import (
@@ -60,7 +61,7 @@ class Text(TextEncoder):
     path: str = field(
         metadata=about(
             "folder with config.json, the weights in safetensors, and the tokenizer, which may also be in the folder "
-            "`tokenizer` beside it"
+            "`tokenizer` beside it; or `hub:ORG/NAME`"
         )
     )
     length: int | None = field(
@@ -90,7 +91,7 @@ class Text(TextEncoder):
 
     @property
     def folder(self) -> Path:
-        return Path(self.path).expanduser()
+        return local_path(self.path, "data.encode")
 
     @property
     def tokenizer_folder(self) -> Path:

@@ -16,7 +16,7 @@ from attrs.validators import ge, in_, optional
 from torch import Tensor
 
 from hookdiff import UserError, listed
-from hookdiff.disk import Weights
+from hookdiff.disk import Weights, local_path
 from hookdiff.encoding import ExportedTexts, TextEncoder, digest_seen, refused_as, table_in, usual_files
 from hookdiff.options import about
 from hookdiff_text.folder import (
@@ -94,7 +94,7 @@ class _Part:
 class Pipeline(TextEncoder):
     """The text encoders and tokenizers of a pipeline of diffusers, joined by its own `encode_prompt`."""
 
-    path: str = field(metadata=about("folder of the pipeline, with model_index.json"))
+    path: str = field(metadata=about("folder of the pipeline, with model_index.json, or `hub:ORG/NAME`"))
     length: int | None = field(
         default=None,
         validator=optional(ge(1)),
@@ -104,13 +104,17 @@ class Pipeline(TextEncoder):
         default="float32", validator=in_(("float32", "bf16")), metadata=about("dtype of the networks")
     )
 
+    @property
+    def folder(self) -> Path:
+        return local_path(self.path, "data.encode")
+
     def index(self) -> dict[str, Any]:
         """Read model_index.json.
 
         Raises:
             UserError: if there is no such file, or its class is not in `_SIDES`.
         """
-        index = table_in(Path(self.path).expanduser(), "model_index.json", "pipeline of diffusers", _is_known)
+        index = table_in(self.folder, "model_index.json", "pipeline of diffusers", _is_known)
         if not _is_known(index):
             name = index.get("_class_name")
             raise UserError(f"data.encode: {self.path} holds a {name}; expected {listed(list(_SIDES), len(_SIDES))}")
@@ -136,7 +140,7 @@ class Pipeline(TextEncoder):
         for name, known in ((f"text_encoder{suffix}", (kind,)), (f"tokenizer{suffix}", _TOKENIZERS)):
             match index.get(name):
                 case ["transformers", str(class_name)] if class_name in known:
-                    folders.append(Path(self.path).expanduser() / name)
+                    folders.append(self.folder / name)
                     kinds.append(class_name)
                 case entry:
                     expected = f"{listed(known, len(known))} of transformers"
