@@ -9,6 +9,7 @@ from attrs import evolve
 
 from hookdiff import UserError
 from hookdiff.diffusion import VP, Process
+from hookdiff.disk import is_hub_name
 from hookdiff.encoding import TextEncoder, file_in, table_in
 from hookdiff.options import Elsewhere
 from hookdiff_pretrained.folder import KEY, PIPELINE
@@ -73,7 +74,8 @@ def _moved(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
     for name, own in ours.items():
         table = _table(given, name)
         path = table.get("path")
-        if isinstance(path, str) and table.get("use") == own["use"] and not Path(path).expanduser().exists():
+        is_here = not isinstance(path, str) or is_hub_name(path) or Path(path).expanduser().exists()
+        if not is_here and table.get("use") == own["use"]:
             encode[name] = {"path": own["path"]}
     return {"data": {"encode": encode}} if encode else {}
 
