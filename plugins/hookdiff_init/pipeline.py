@@ -1,12 +1,12 @@
 """Asks the part `pretrained` which pictures and texts the network in a folder of diffusers takes."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from attrs import define
 
 from hookdiff import UserError
+from hookdiff.disk import local_path
 from hookdiff.encoding import table_in
 from hookdiff.options import fit_to, published
 
@@ -44,7 +44,7 @@ def pipeline_at(path: str) -> Pipeline:
     encode = known.defaults.get("data", {}).get("encode", {})
     factor, channels = 1, network.get("in_channels", 3)
     if "image" in encode:
-        place = Path(encode["image"]["path"])
+        place = local_path(encode["image"]["path"], _OPTION)
         autoencoder = table_in(place, "config.json", "autoencoder of diffusers", asked_by=_OPTION)
         factor, channels = _halvings(autoencoder, _BLOCKS), autoencoder.get("in_channels", 3)
     if "latent_channels" in network:

@@ -217,6 +217,11 @@ def test_a_run_names_its_commit_and_a_stranger_s_run_needs_trust(
     assert whole.asked
 
 
+def test_init_takes_a_name(whole: Hub, succeed: Succeed) -> None:
+    succeed("init", "pictures", "--from", "hub:org/sd", "--out", "d.toml")
+    assert tomli.loads(Path("d.toml").read_text())["model"]["path"] == "hub:org/sd"
+
+
 KEYS = ("model.path", "model.start_from", "data.encode.image.path", "data.encode.text.path", "plugins.lora.start_from")
 
 
