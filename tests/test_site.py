@@ -54,6 +54,14 @@ QUESTIONS = {  # what people type, and the page that answers it
     "cosine noise schedule": "choose-a-process",
     "fewer sampling steps": "choose-a-process",
     "num_workers slow data loading": "train-on-a-folder",
+    "early stopping": "questions",
+    "mixed precision": "questions",
+    "aspect ratio": "questions",
+    "save best checkpoint": "questions",
+    "hyperparameter sweep": "questions",
+    "overfit single batch": "questions",
+    "gpu utilization low": "questions",
+    "dreambooth": "questions",
     "slurm preemption on an unheard-of cluster": "stop-a-run",  # no page has all words
 }
 
