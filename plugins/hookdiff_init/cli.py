@@ -47,6 +47,7 @@ def _check_folder(path: Path) -> None:
 @click.option(
     "--from",
     "source",
+    type=click.Path(),  # or a name of the hub
     metavar="DIR",
     help="Fine-tune the network in DIR, a folder of diffusers: a pipeline, or a network alone.",
 )

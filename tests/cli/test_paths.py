@@ -71,7 +71,7 @@ def test_a_wrong_path_is_refused_before_torch_is_imported(kind: str, tmp_path: P
 
 
 # The options and arguments that name a file or a folder to read; all others name what is written.
-READ = {"--images", "--mask", "--prompts", "--text-encoder", "--feature-weights", "--weights", "folder"}
+READ = {"--from", "--images", "--mask", "--prompts", "--text-encoder", "--feature-weights", "--weights", "folder"}
 # For each of the others a line that would write what exists; and those that start a new run or never replace a folder.
 WRITTEN = {
     "run --out": "run c.toml --out there.run",

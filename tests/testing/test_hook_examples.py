@@ -346,6 +346,12 @@ def test_sample() -> None:
     assert not torch.equal(rounded, images)
 
 
+def test_export_weights() -> None:
+    with toy_loop({"halves": examples.ExportFloat16()}) as loop:
+        expected = {name: value.half() for name, value in loop.model.state_dict().items()}
+        assert_same(loop.hook.export_weights(loop=loop), expected)
+
+
 def test_offer_weights() -> None:
     with toy_loop({"bf16": examples.OfferBFloat16()}) as loop:
         before = weights(loop)
