@@ -616,6 +616,7 @@ FAULTS = (
         "plugins/hookdiff_lora/files.py",
         "* (found.scale / ours[name].scale)",
         "* 1.0",
+        "tests/plugins/test_lora.py::test_it_starts_from_files_of_others_with_their_strength",
     ),
     Fault(
         "lora: an export has another strength than the run",
@@ -628,6 +629,7 @@ FAULTS = (
         "plugins/hookdiff_lora/plugin.py",
         'plain[f"{layer}.{rest}"] = adapters[layer].merged() if rest == "weight" else value',
         'plain[f"{layer}.weight"] = adapters[layer].merged()',
+        "tests/plugins/test_lora_export.py::test_the_whole_network_has_the_adapters_added",
     ),
     Fault(
         "models: the statistics of batch norm are left out with the base",
@@ -646,12 +648,14 @@ FAULTS = (
         "plugins/hookdiff_pretrained/__init__.py",
         'plugin(requires=("amp",))(make) if is_half else make',
         "make",
+        "tests/plugins/test_pretrained_pipeline.py::test_a_base_in_bf16_trains_adapters_in_float32",
     ),
     Fault(
         "experiment: a contradiction to the folder of a pipeline is silent",
         "hookdiff/experiment/filled.py",
         "            if are_facts:",
         "            if not are_facts:",
+        "tests/plugins/test_pretrained_pipeline.py::test_a_contradiction_is_a_warning",
     ),
     Fault(
         "pretrained: the offset of timesteps is lost",
@@ -664,5 +668,6 @@ FAULTS = (
         "hookdiff/diffusion/solvers.py",
         'if self.final == "first" and not end.sigma and',
         'if self.final == "first" and end.sigma and',
+        "tests/diffusion/test_against_diffusers.py::test_ddim",
     ),
 )
