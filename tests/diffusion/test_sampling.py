@@ -296,6 +296,17 @@ def test_each_process_has_its_defaults() -> None:
     assert (fitted.sampler, fitted.spacing, fitted.clipping) == (DDPM(), Karras(), NoClipping())
 
 
+def test_the_last_step_may_end_at_the_first_timestep() -> None:
+    process, noise = VP("scaled_linear"), torch.randn(2, 1, 3, 3)
+    sampling = Sampling(sampler=DDIM(final="first"), steps=1, clipping="none")
+    made = sampling.sample(
+        lambda x, _: 0.5 * noise, Diffusion(process, "epsilon"), (1, 3, 3), generators(0, 1), "cpu", noise=noise
+    )
+    start, first = process.at_timesteps([999, 0])
+    x0 = (noise - start.sigma * 0.5 * noise) / start.alpha
+    torch.testing.assert_close(made, first.alpha * x0 + first.sigma * 0.5 * noise, rtol=1e-4, atol=1e-4)
+
+
 def test_options_that_do_not_fit_the_objective_are_refused_for_zero_images_too() -> None:
     with refused(ValueError, "'spacing'", "'leading'", "'flow'"):
         Sampling(spacing="leading").sample(pointwise, Diffusion("flow"), (1, 2, 2), [], "cpu")
