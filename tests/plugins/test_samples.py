@@ -299,7 +299,9 @@ def test_each_file_says_how_its_own_images_were_made(write_config: Callable[...,
     for one in (info["sheet"], info["film"], info["denoising"]):
         assert (one["sampler"], one["options"]["sampler"]["churn"]) == ("heun", 2)
         assert one["options"]["guidance"] == {"interval": [0.5, 2]}
-    assert (info["interpolation"]["sampler"], info["interpolation"]["options"]["sampler"]) == ("ddim", {"eta": 0})
+    assert (info["interpolation"]["sampler"], info["interpolation"]["options"]["sampler"]) == (
+        *("ddim", {"eta": 0, "final": "image"}),
+    )
     assert info["film"]["training_steps"] == [1, 2]
     assert info["film"]["classes"] == ["3", "3", "-", "-"]
     assert info["denoising"]["classes"] == info["interpolation"]["classes"] == ["3", "-", "3", "-"]
