@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hookdiff import load_run
 from tests.conftest import Succeed
+from tests.plugins.test_text_drawings import NETWORKS
 
 pytest.importorskip("transformers", reason="needs hookdiff[text]")
 pytest.importorskip("peft", reason="needs hookdiff[lora]")
@@ -34,19 +35,7 @@ BASE: dict[str, dict[str, Any]] = {
         "cache_dir": "cache",
         "encode": {"image": {"use": "autoencoder", "path": "vae"}, "text": {"use": "pipeline", "path": "texts"}},
     },
-    "model": {
-        "use": "diffusers:UNet2DConditionModel",
-        "sample_size": 8,
-        "in_channels": 4,
-        "out_channels": 4,
-        "block_out_channels": [32, 64],
-        "down_block_types": ["CrossAttnDownBlock2D"] * 2,
-        "up_block_types": ["CrossAttnUpBlock2D"] * 2,
-        "layers_per_block": 1,
-        "norm_num_groups": 8,
-        "attention_head_dim": 16,
-        "cross_attention_dim": 64,
-    },
+    "model": {**NETWORKS["UNet2DConditionModel"]["model"], "attention_head_dim": 16},
     "diffusion": {
         "process": {"use": "vp", "schedule": "scaled_linear"},
         "prediction": "epsilon",
