@@ -46,7 +46,7 @@ class Events:
             self._lines.resume(loop)
         self._step = loop.progress.step
         text = f"resumed at step {loop.progress.step:,}" if resumed else "started"
-        steps = loop.config.expected_steps(loop.progress, loop.feed.num_batches)
+        steps = loop.config.expected_steps(loop.progress, loop.feed)
         details = {**environment(loop), "steps": steps}
         loop.log.event(Event("resume" if resumed else "start", text, details=details))
         self._has_begun = True

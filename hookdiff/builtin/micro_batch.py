@@ -37,8 +37,8 @@ class FitMicroBatch:
                 "run.micro_batch = 'auto': the ranks of a sharded model cannot try sizes; give a number, such as "
                 "run.batch_size divided by the number of ranks, or half of that"
             )
-        rows = loop.feed.order(0)[: -(-loop.config.batch_size // loop.num_ranks)]
-        (batch,) = loop.feed.unaugmented(rows, len(rows))
+        size = -(-loop.config.batch_size // loop.num_ranks)
+        batch = loop.feed.examples(lambda total: [row % total for row in range(size)], loop.feed.largest)
         batch = loop.hook.draw(loop=loop, batch=batch)
         with rehearsing(loop) as passes:
             size = _largest(loop, batch, passes)

@@ -26,10 +26,9 @@ class SkipBatches:
         progress, feed = loop.progress, loop.feed
         first = progress.position
         for _ in range(self.num):
-            if feed.exhausted(progress.samples):
+            while not (size := feed.next_size(progress.epoch, progress.samples)):
                 progress.end_epoch()
-            left = feed.num_drawn - progress.samples
-            progress.consume(min(feed.batch_size, left), "skipped")
+            progress.consume(size, "skipped")
         logger.info(
             "skipped batches: training begins at batch %s instead of %s", f"{progress.position:,}", f"{first:,}"
         )

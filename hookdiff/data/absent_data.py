@@ -32,6 +32,8 @@ class _Absent(PlainReader):
         self.facts, self.names, self.codec, self.texts = facts, names, codec, texts
         self.nothing = texts.nothing if texts else {}
         self.shape, self.classes, self.are_pictures = facts.shape, facts.classes, facts.are_pictures
+        self.shapes = facts.shapes
+        self.shape_numbers = torch.repeat_interleave(torch.tensor(facts.counts)) if facts.counts else None
 
     def __len__(self) -> int:
         return self.facts.num_samples
@@ -84,6 +86,7 @@ class FeedWithoutData(Feed):
         self.drop_last, self.limit = self.facts.drop_last, self.facts.limit
         self.usable = self.training = torch.arange(self.facts.num_samples)
         self.held_out_indices = self.training[:0]
+        self._set_order()
 
     def bind(
         self, batch_size: int, seed: int = 0, device: torch.device = _CPU, rank: int | None = None, num_ranks: int = 0
@@ -91,6 +94,7 @@ class FeedWithoutData(Feed):
         """Keep the device, batch size, seed and ranks of the run. Returns self."""
         self.batch_size, self.seed, self.device = batch_size, seed, device
         self.rank, self.num_ranks = rank or 0, num_ranks or 1
+        self._set_order()
         return self
 
     @property
@@ -102,8 +106,8 @@ class FeedWithoutData(Feed):
     def num_classes(self) -> int | None:
         return self.facts.num_classes
 
-    def examples(self, choose: Callable[[int], Sequence[int]]) -> Batch:
-        """Return the examples that `choose` picks, given their number. Their images are zeros."""
+    def examples(self, choose: Callable[[int], Sequence[int]], shape: Sequence[int] | None = None) -> Batch:
+        """Return the examples that `choose` picks, given their number. Their images are zeros of `shape`."""
         known = self.facts
         if not (known.conditions or known.texts):
             raise absent()
@@ -114,7 +118,8 @@ class FeedWithoutData(Feed):
             columns |= self.texts.embed(known.texts, are_prompts=False)
         chosen = {name: column[rows].to(self.device) for name, column in columns.items()}
         labels = chosen.pop("labels", None)
-        return Batch(torch.zeros(len(rows), *self.shape, device=self.device), labels, conditions=chosen)
+        inputs = torch.zeros(len(rows), *(shape or self.shapes[0]), device=self.device)
+        return Batch(inputs, labels, conditions=chosen)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` is the state of a Feed. The weights of the samples are not checked."""

@@ -6,6 +6,7 @@ workers does not matter. Batches that workers loaded ahead and that were not con
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -30,6 +31,7 @@ from hookdiff.options.fields import about
 if TYPE_CHECKING:
     from hookdiff.data.feed_state import Facts
     from hookdiff.data.reader import Codec, Reader
+    from hookdiff.data.shape_order import ShapeOrder
     from hookdiff.data.source import Images, Source
 
 _CPU = torch.device("cpu")
@@ -83,6 +85,7 @@ class Feed:
     epoch: int | None = field(init=False, default=None)  # the epoch that `begin` began last
     weights: Tensor | None = field(init=False, default=None)  # given to `weigh` in this epoch
     waited: float = field(init=False, default=0.0)  # seconds that this process has waited for batches
+    by_shape: ShapeOrder | None = field(init=False, default=None)  # None: all samples have one shape
 
     def __attrs_post_init__(self) -> None:
         self.reader = _reader_of(self.data)
@@ -97,6 +100,14 @@ class Feed:
 
     def _bind_reader(self) -> None:
         self.reader = self.reader.bound(self.seed, self.device, (self.training, self.held_out_indices))
+        self._set_order()
+
+    def _set_order(self) -> None:
+        self.by_shape = None
+        if self.reader.shape_numbers is not None:
+            from hookdiff.data.shape_order import ShapeOrder  # only for samples of several shapes
+
+            self.by_shape = ShapeOrder(self)
 
     @classmethod
     def of(cls, data: Feed | InMemory | Reader | Tensor) -> Feed:
@@ -125,9 +136,10 @@ class Feed:
             from hookdiff.data.feed_checks import check_same
 
             check_same(self)
-        if self.exhausted(0):
+        if self.exhausted(0, 0):
             way_out = "lower batch_size or set drop_last = false" if len(self.training) else "nothing to train on"
-            raise UserError(f"the data has {len(self.training):,} samples, batch_size is {batch_size:,}: {way_out}")
+            of = " of each shape" if self.by_shape else ""
+            raise UserError(f"the data has {len(self.training):,} samples, batch_size is {batch_size:,}{of}: {way_out}")
         self.reader.check()
         return self
 
@@ -148,8 +160,21 @@ class Feed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one sample, c h w. If the source does not give it, the first sample is loaded."""
+        """The shape of one sample, c h w, which gives a network its arguments; the samples may have several `shapes`.
+
+        If the source does not give it, the first sample is loaded.
+        """
         return self.reader.shape
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """The shapes of the training samples, the most frequent shape first."""
+        return self.by_shape.shapes if self.by_shape else [self.shape]
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """The shape with the most values, which decides how much memory a step takes."""
+        return max(self.shapes, key=math.prod)
 
     @property
     def are_pictures(self) -> bool:
@@ -174,16 +199,25 @@ class Feed:
         """The shape of a picture that the run makes, c h w."""
         return self.codec.shape if self.codec else self.shape
 
-    def blank(self, num: int) -> Batch:
-        """Return `num` samples of zeros on the device, of the shapes and dtypes of the data."""
+    def blank(self, num: int, shape: Sequence[int] | None = None) -> Batch:
+        """Return `num` samples of zeros on the device, of the shapes and dtypes of the data.
+
+        `shape` is that of a sample; default: that of the first sample. Conditions that are images get its sides, too.
+        """
+        first, index = self.reader.first, torch.zeros(num, dtype=torch.int64)
+        before = first.inputs.shape[1:]
+        scale = self.picture_shape[-1] // self.shape[-1]  # of the pictures, if samples are latents
 
         def zeros(column: Tensor) -> Tensor:
-            return torch.zeros(num, *column.shape[1:], dtype=column.dtype, device=self.device)
+            row = tuple(column.shape[1:])
+            if shape is not None and row[-2:] in (before[-2:], tuple(scale * side for side in before[-2:])):
+                row = (*row[:-2], *(side * row[-1] // before[-1] for side in shape[-2:]))
+            return torch.zeros(num, *row, dtype=column.dtype, device=self.device)
 
-        first, index = self.reader.first, torch.zeros(num, dtype=torch.int64)
         labels = None if first.labels is None else index.to(self.device)
         conditions = {name: zeros(column) for name, column in first.conditions.items()}
-        return Batch(zeros(first.inputs), labels, index, conditions=conditions)
+        inputs = torch.zeros(num, *(before if shape is None else shape), dtype=first.inputs.dtype, device=self.device)
+        return Batch(inputs, labels, index, conditions=conditions)
 
     @cached_property
     def facts(self) -> Facts:
@@ -197,10 +231,14 @@ class Feed:
         """The values that replace missing conditions, by name; None: the condition stays. Default: zeros."""
         return self.reader.nothing
 
-    def examples(self, choose: Callable[[int], Sequence[int]]) -> Batch:
-        """Return the training samples that `choose` picks, such as `SampleRequest.rows`, given their number."""
-        rows = list(choose(len(self.training)))
-        return next(self.unaugmented(self.training[rows], len(rows)))
+    def examples(self, choose: Callable[[int], Sequence[int]], shape: Sequence[int] | None = None) -> Batch:
+        """Return the training samples that `choose` picks, such as `SampleRequest.rows`, given their number.
+
+        They all have one `shape`; default: the most frequent one.
+        """
+        among = self.by_shape.of_shape(shape) if self.by_shape else self.training
+        rows = list(choose(len(among)))
+        return next(self.unaugmented(among[rows], len(rows)))
 
     @property
     def num_classes(self) -> int | None:
@@ -218,7 +256,9 @@ class Feed:
         return self.reader.fingerprint()
 
     def __len__(self) -> int:
-        """Return the number of samples of an epoch."""
+        """Return the number of samples of an epoch; of samples of several shapes, at most."""
+        if self.by_shape:
+            return sum(self.by_shape.lengths)
         rest = self.num_drawn % self.batch_size if self.batch_size else 0  # a run sets it
         return self.num_drawn - (rest if rest < self._smallest else 0)
 
@@ -228,24 +268,37 @@ class Feed:
         num = len(self.training)
         return max(num, self.batch_size) if num and self.limit else num
 
-    @property
-    def num_batches(self) -> int:
-        """The number of batches of an epoch."""
-        return -(-len(self) // self.batch_size)
+    def num_batches(self, end: int = 1, epoch: int = 0, start: int = 0) -> int:
+        """Return the number of batches from the sample `start` of `epoch` to the beginning of the epoch `end`.
+
+        Default: that of the first epoch. Epochs of samples of several shapes differ in length.
+        """
+        if self.by_shape:
+            return self.by_shape.num_until(end, epoch, start)
+        return (end - epoch) * -(-len(self) // self.batch_size) - -(-start // self.batch_size)
 
     @property
     def _smallest(self) -> int:
         """The least number of samples in a batch, over all ranks."""
         return self.batch_size if self.drop_last else 1
 
-    def exhausted(self, start: int) -> bool:
-        """Return whether an epoch has no further batch after its first `start` samples."""
-        return self.num_drawn - start < self._smallest
+    def next_size(self, epoch: int, start: int) -> int:
+        """Return the samples in the batch after the first `start` samples of `epoch`, over all ranks; 0 at its end."""
+        if self.by_shape:
+            return self.by_shape.next_size(epoch, start)
+        rest = self.num_drawn - start
+        return min(self.batch_size, rest) if rest >= self._smallest else 0
+
+    def exhausted(self, epoch: int, start: int) -> bool:
+        """Return whether `epoch` has no further batch after its first `start` samples."""
+        return not self.next_size(epoch, start)
 
     def begin(self, epoch: int) -> bool:
         """Begin `epoch`, without weights of samples. Return False if it had begun, such as before a resume."""
         if self.epoch == epoch:
             return False
+        if self.by_shape:
+            self.by_shape.begin(epoch)
         self.epoch, self.weights = epoch, None
         return True
 
@@ -264,9 +317,11 @@ class Feed:
         self.weights = weights
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the facts about the data, the epoch, and the weights of its samples, if any."""
-        weights = {} if self.weights is None else {"weights": self.weights}
-        return {"facts": self.facts.state_dict(), "epoch": self.epoch, **weights}
+        """Return the facts about the data, the epoch, the weights of its samples, if any, and the plan of shapes."""
+        more: dict[str, Any] = {} if self.weights is None else {"weights": self.weights}
+        if self.by_shape and (plan := self.by_shape.state_dict()):
+            more["plan"] = plan
+        return {"facts": self.facts.state_dict(), "epoch": self.epoch, **more}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` takes `state`."""
@@ -275,12 +330,16 @@ class Feed:
         check_state(self, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the epoch and its weights."""
+        """Restore the epoch, its weights, and the plan of shapes."""
         self.epoch = state.get("epoch")
         self.weigh(state.get("weights"))
+        if self.by_shape:
+            self.by_shape.load_state_dict(state.get("plan"))
 
     def order(self, epoch: int) -> Tensor:
-        """Return the samples of `epoch` in their order, `num_drawn` of them: int64, positions in the whole set."""
+        """Return the samples of `epoch` in their order: int64, positions in the whole set."""
+        if self.by_shape:
+            return torch.cat([self.training[:0], *self.by_shape.batches(epoch, 0)])
         order = self._order(epoch)
         times = -(-self.num_drawn // max(1, len(order)))
         return order.repeat(times)[: self.num_drawn] if times > 1 else order
@@ -297,9 +356,15 @@ class Feed:
         return self.training[torch.randperm(len(self.training), generator=generator)]
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Yield this rank's share of the batches of `epoch`, after the first `start` samples of its order."""
-        whole = torch.split(self.order(epoch)[start:], self.batch_size)
-        parts = [part for part in whole if len(part) >= self._smallest]
+        """Yield this rank's share of the batches of `epoch`, after the first `start` samples of its order.
+
+        The samples of a batch have one shape.
+        """
+        if self.by_shape:
+            parts = self.by_shape.batches(epoch, start)
+        else:
+            whole = torch.split(self.order(epoch)[start:], self.batch_size)
+            parts = [part for part in whole if len(part) >= self._smallest]
         batches: Any = self._make(epoch, parts, self.rank, self.num_ranks)
         with closing(batches):
             while True:
@@ -313,13 +378,17 @@ class Feed:
     def unaugmented(self, indices: Tensor, batch_size: int = 256) -> Iterator[Batch]:
         """Yield the samples `indices` (n, int64), such as those held out, in this order and without augmentation.
 
-        Random crops are replaced by centre crops. A `Source` that augments its samples itself does so as in epoch 0.
+        Samples of several shapes come shape by shape; `Batch.indices` says which they are. Random crops are replaced by
+        centre crops. A `Source` that augments its samples itself does so as in epoch 0.
         """
-        yield from self._make(None, torch.split(indices, batch_size), 0, 1)
+        yield from self._make(None, self._split(indices, batch_size), 0, 1)
 
     def shared(self, indices: Tensor) -> Iterator[Batch]:
         """Yield this rank's share of the samples `indices`, in batches as in `batches`, without augmentation."""
-        yield from self._make(None, torch.split(indices, self.batch_size), self.rank, self.num_ranks)
+        yield from self._make(None, self._split(indices, self.batch_size), self.rank, self.num_ranks)
+
+    def _split(self, indices: Tensor, size: int) -> Sequence[Tensor]:
+        return self.by_shape.split(indices, size) if self.by_shape else torch.split(indices, size)
 
     def _make(self, epoch: int | None, parts: Sequence[Tensor], rank: int, num_ranks: int) -> Iterator[Batch]:
         # A rank without a share of the last batch gets a filler, so that all ranks make equally many passes.

@@ -59,6 +59,9 @@ class Facts:
 
     shape: tuple[int, ...] = field(validator=_is_shape)  # of one sample, c h w
     num_samples: int = field(validator=[ge(0), le(MOST_SAMPLES)])  # samples to train on
+    # The shapes of the samples and the number to train on of each, the most frequent first; empty: all have one shape.
+    shapes: tuple[tuple[int, ...], ...] = field(default=(), validator=deep_iterable(_is_shape))
+    counts: tuple[int, ...] = field(default=(), validator=deep_iterable([ge(0), le(MOST_SAMPLES)]))
     drop_last: bool  # an epoch leaves out its last, smaller batch
     limit: int | None = field(default=None, validator=optional(ge(1)))  # an epoch repeats few samples to fill a batch
     # Of a picture that the codec decodes; None without a codec.
@@ -103,6 +106,8 @@ class Facts:
         return cls(
             shape=feed.shape,
             num_samples=len(feed.training),
+            shapes=tuple(feed.by_shape.counts) if feed.by_shape else (),
+            counts=tuple(feed.by_shape.counts.values()) if feed.by_shape else (),
             drop_last=feed.drop_last,
             limit=feed.limit,
             are_pictures=feed.are_pictures,
@@ -122,9 +127,22 @@ class Facts:
 
 
 @define(frozen=True)
+class Plan:
+    """The batches of an epoch, or of its rest if an epoch goes on with another batch size: see `ShapeOrder`."""
+
+    epoch: int = field(validator=ge(0))
+    start: int = field(validator=ge(0))  # samples of the epoch that were consumed before
+    batch_size: int = field(validator=ge(1))
+    drop_last: bool
+    taken: tuple[int, ...]  # by shape, the samples that were taken from its stream before
+    digest: str  # of the shapes and their samples
+
+
+@define(frozen=True)
 class FeedState:
     """The state that `Feed.state_dict` returns."""
 
     facts: Facts | None = None
     epoch: int | None = field(default=None, validator=optional(ge(0)))
     weights: Tensor | None = None
+    plan: Plan | None = None  # of samples of several shapes

@@ -79,6 +79,8 @@ class PlainReader:
     captions: Mapping[str, Captions] = {}
     texts: TextEncoders | None = None
     nothing: Mapping[str, Tensor | None] = {}
+    shapes: Sequence[tuple[int, ...]] = ()
+    shape_numbers: Tensor | None = None
 
     @property
     def digests(self) -> Mapping[str, str]:

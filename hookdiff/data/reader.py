@@ -156,12 +156,26 @@ class Reader(Protocol):
     def digests(self) -> Mapping[str, str]:
         """The digests of all encoders, by name. Optional; none by default."""
 
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """The shapes of the samples. Optional; empty by default: all have one shape."""
+
+    @property
+    def shape_numbers(self) -> Tensor | None:
+        """The place in `shapes` of the shape of each sample: n, int64, on the CPU. Optional; None: all have one shape.
+
+        A part that `stacks` gets then has samples of one shape.
+        """
+
     def __len__(self) -> int:
         """Return the number of samples in the whole set."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one sample, c h w. If the source does not give it, the first sample is read."""
+        """The shape of one sample, c h w. If the source does not give it, the first sample is read.
+
+        If samples have several shapes, this is the square that gives networks their arguments.
+        """
 
     @property
     def first(self) -> Batch:
@@ -236,6 +250,14 @@ class ReaderAround:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.inner.shape
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        return self.inner.shapes
+
+    @property
+    def shape_numbers(self) -> Tensor | None:
+        return self.inner.shape_numbers
 
     @property
     def are_pictures(self) -> bool:

@@ -19,6 +19,6 @@ def num_steps(config: Config, run: Path | None = None, *, trust: bool = False) -
     assert config.run.epochs is not None  # a config has one of them
     if run is not None:
         with load_run(run, device="cpu", trust=trust) as opened:
-            return config.run.epochs * opened.loop.feed.num_batches
+            return opened.loop.feed.num_batches(config.run.epochs)
     with tempfile.TemporaryDirectory() as folder:
-        return config.run.epochs * build_loop(config, Path(folder), hooks=()).feed.num_batches
+        return build_loop(config, Path(folder), hooks=()).feed.num_batches(config.run.epochs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import Attribute, asdict, define, field, setters
 from attrs.validators import ge, lt, optional
@@ -11,6 +11,9 @@ from attrs.validators import ge, lt, optional
 from hookdiff.errors import UserError
 from hookdiff.options.every import Every, is_time, parse_every
 from hookdiff.options.fields import about
+
+if TYPE_CHECKING:
+    from hookdiff.data.feed import Feed
 
 AUTO = "auto"  # in a config: a micro_batch that is measured when the run starts
 Verdict = Literal["skip", "rollback", "stop"]  # the decision of on_nan
@@ -107,19 +110,15 @@ class LoopConfig:
                 "nothing ends this run: give LoopConfig steps, epochs or max_time, as LoopConfig(steps=1000)"
             )
 
-    def planned_steps(self, num_batches: int) -> int | None:
-        """Return the step at which a run ends if all batches change the weights; None if it has no limit.
+    def planned_steps(self, feed: Feed) -> int | None:
+        """Return the step at which a run on `feed` ends if all batches change the weights; None if it has no limit."""
+        return self.expected_steps(Progress(0, 0, 0, 0), feed)
 
-        `num_batches` is the length of an epoch.
-        """
-        return self.expected_steps(Progress(0, 0, 0, 0), num_batches)
-
-    def expected_steps(self, progress: Progress, num_batches: int) -> int | None:
+    def expected_steps(self, progress: Progress, feed: Feed) -> int | None:
         """Return the planned steps of a run that is at `progress`."""
         totals = [] if self.steps is None else [self.steps]
         if self.epochs is not None:
-            batches = -(-progress.samples // self.batch_size)  # of the current epoch
-            totals.append(progress.step + (self.epochs - progress.epoch) * num_batches - batches)
+            totals.append(progress.step + feed.num_batches(self.epochs, progress.epoch, progress.samples))
         return min(totals, default=None)
 
     def is_done(self, progress: Progress) -> bool:

@@ -217,7 +217,7 @@ class Loop(ReadOnly):
             self._between_steps()
             if self.end.is_reached(self.config, self.progress):
                 break
-        if self.feed.exhausted(self.progress.samples):
+        if self.feed.exhausted(self.progress.epoch, self.progress.samples):
             self.progress.end_epoch()
             self.hook.on_epoch_end(loop=self)
             self.hook.between_steps(loop=self, step=None)

@@ -74,8 +74,10 @@ class Record:
     @hookimpl(trylast=True)
     def between_steps(self, loop: Loop) -> None:
         self.values |= {ValueKey("weight", name, loop.progress.step): value for name, value in weights(loop).items()}
+        progress = loop.progress
         # After the last batch of an epoch this hook fires once more, when the epoch is counted.
-        if self.until and loop.progress.step >= self.until and not loop.feed.exhausted(loop.progress.samples):
+        is_over = loop.feed.exhausted(progress.epoch, progress.samples)
+        if self.until and progress.step >= self.until and not is_over:
             self.saved = round_trip(loop.state_dict())
             self.until = None
             loop.stop()

@@ -79,7 +79,7 @@ class Autoguidance:
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
-        self._end = loop.config.planned_steps(loop.feed.num_batches)
+        self._end = loop.config.planned_steps(loop.feed)
 
     @hookimpl
     def before_step(self, loop: Loop) -> None:

@@ -194,7 +194,7 @@ class Checkpoint:
             self._finish(loop, writer)
         # After the last batch of an epoch this hook fires once more, when the epoch is counted. A script that trains on
         # batches of its own, by `run_step`, begins no epoch, or goes on in one without ending it.
-        was_used_up, run.is_used_up = run.is_used_up, loop.feed.exhausted(loop.progress.samples)
+        was_used_up, run.is_used_up = run.is_used_up, loop.feed.exhausted(loop.progress.epoch, loop.progress.samples)
         is_last = loop.feed.epoch == loop.progress.epoch and run.is_used_up and not was_used_up
         if (run.is_wanted or run.is_requested) and not is_last:
             self._save(loop, writer, scheduled=run.is_wanted)

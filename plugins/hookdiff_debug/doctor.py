@@ -163,7 +163,7 @@ def _of_length(loop: Loop, config: Config) -> Finding:
     images, run = min(len(loop.feed), len(loop.feed.training)), config.run
     values = loop.feed.training.numel() and int(torch.Size(loop.feed.shape).numel())
     parameters = sum(p.numel() for p in loop.model.parameters() if p.requires_grad)
-    steps = run.steps if run.steps is not None else (run.epochs or 0) * loop.feed.num_batches
+    steps = run.steps if run.steps is not None else loop.feed.num_batches(run.epochs or 0)
     return checks.check_length(parameters, images, values, run.batch_size, steps)
 
 

@@ -139,7 +139,7 @@ class LR:
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        steps = loop.config.planned_steps(loop.feed.num_batches)
+        steps = loop.config.planned_steps(loop.feed)
         self._curve = self.curve(steps)
         for remark in self.remarks(steps) if loop.is_main else ():
             logger.warning(remark)

@@ -202,7 +202,7 @@ def _make_fake(module: nn.Module, optimizer: Optimizer, mode: FakeTensorMode, de
 
 def _batch(loop: Loop, size: int) -> Batch:
     """Return a batch of zeros. Its tensors are real, because a network may read times and labels."""
-    return loop.hook.draw(loop=loop, batch=loop.feed.blank(size))
+    return loop.hook.draw(loop=loop, batch=loop.feed.blank(size, loop.feed.largest))
 
 
 def _tensors(batch: Batch) -> dict[int, int]:

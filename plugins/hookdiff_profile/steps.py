@@ -89,7 +89,7 @@ def _build(config: Config, num: int, run_dir: Path) -> Loop:
 
 
 def _length(loop: Loop) -> int | None:
-    return loop.config.planned_steps(loop.feed.num_batches)
+    return loop.config.planned_steps(loop.feed)
 
 
 def _warm_up(loop: Loop, step: Callable[[], float], num: int) -> None:
@@ -125,7 +125,7 @@ def measure(config: Config, steps: int, trace: Path | None = None) -> Profile:
         if trace or loop.device.type == "cuda":
             busy = _traced(loop, step, trace)
         each = {name: total / steps for name, total in parts_of(stopwatch).items()}
-        is_longer = length != config.run.planned_steps(loop.feed.num_batches)
+        is_longer = length != config.run.planned_steps(loop.feed)
         return Profile(loop.device.type, loop.config.batch_size, seconds, each, first, length, is_longer, busy)
 
 

@@ -44,7 +44,7 @@ class _Run:
 
     @property
     def total(self) -> int | None:
-        return self.loop.config.expected_steps(self.loop.progress, self.loop.feed.num_batches)
+        return self.loop.config.expected_steps(self.loop.progress, self.loop.feed)
 
     def draw(self, width: int, has_blocks: bool) -> list[RenderableType]:
         values, newest = self.values, max((step for step, _ in self.values.values()), default=0)

@@ -116,7 +116,7 @@ def make_plan(config: Config, steps: int, workers: int) -> Plan:
             f"{config.path}: none of its plugins saves the run (implements the hook restore), so there is nothing to "
             "resume from; add one with --plugins NAME (`hookdiff plugins` lists what is installed)"
         )
-    num_batches = build_feed(config, decode=False).bind(config.run.batch_size).num_batches
+    num_batches = build_feed(config, decode=False).bind(config.run.batch_size).num_batches()
     # With a log window as long as the run there would be no numbers to compare.
     log_every = min(config.run.log_every, max(1, steps // 6))
     untried = []

@@ -92,8 +92,8 @@ def test_an_epoch_resumes_at_any_sample(
     assert indices(batches) == expected
     assert [int(batch.inputs.flatten(1)[k, 0]) for batch in batches for k in range(len(batch))] == expected
     assert all(len(batch) == batch_size for batch in batches[:-1])
-    assert feed.exhausted(start + sum(batch.total for batch in batches))
-    assert feed.exhausted(start) == (not batches)
+    assert feed.exhausted(epoch, start + sum(batch.total for batch in batches))
+    assert feed.exhausted(epoch, start) == (not batches)
 
 
 @given(st.integers(1, 23), st.integers(1, 5), st.booleans(), st.none() | st.integers(1, 30))
@@ -104,10 +104,10 @@ def test_the_counts_of_an_epoch_match_its_batches(size: int, ranks: int, drop_la
     order, num = feed.order(0).tolist(), len(feed.training)
     assert sorted(order[:num]) == as_list(feed.training)
     assert order == [order[k % num] for k in range(max(num, feed.batch_size) if limit else 23)]
-    assert (feed.num_batches, len(feed)) == (len(batches), sum(batch.total for batch in batches))
+    assert (feed.num_batches(), len(feed)) == (len(batches), sum(batch.total for batch in batches))
     assert len(feed) == (len(order) - len(order) % feed.batch_size if drop_last else len(order))
-    assert feed.exhausted(len(feed))
-    assert not feed.exhausted(len(feed) - 1 if not drop_last else len(feed) - feed.batch_size)
+    assert feed.exhausted(0, len(feed))
+    assert not feed.exhausted(0, len(feed) - 1 if not drop_last else len(feed) - feed.batch_size)
 
 
 @given(num_ranks=st.integers(1, 5), batch_size=st.integers(5, 23), start=st.integers(0, 10), drop_last=st.booleans())

@@ -75,7 +75,7 @@ def test_balance_needs_labels() -> None:
 
 def test_counts_of_an_epoch_leave_out_held_out_samples() -> None:
     feed = make_feed(None, batch_size=8, held_out=0.1)
-    assert (len(feed), feed.num_batches, len(list(feed.batches(0)))) == (88, 11, 11)
+    assert (len(feed), feed.num_batches(), len(list(feed.batches(0)))) == (88, 11, 11)
     with refused(UserError, 5, "batch_size", 8):
         make_feed(None, batch_size=8, held_out=95)
 

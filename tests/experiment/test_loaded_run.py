@@ -228,8 +228,9 @@ def test_a_feed_without_data_answers_as_the_one_with_data(options: dict[str, Any
     data = InMemory(torch.zeros(10, 1, 4, 4), torch.arange(10) % 3, ["a", "b", "c"], {"mask": torch.rand(10, 4, 4)})
     feed = feed_of(data, held_out=2, **options).bind(3)
     again = FeedWithoutData(Facts.of(json_and_tensors(feed.state_dict()["facts"]))).bind(3)
-    for name in ("shape", "num_classes", "num_batches"):
+    for name in ("shape", "shapes", "num_classes"):
         assert getattr(again, name) == getattr(feed, name)
+    assert again.num_batches(3) == feed.num_batches(3)
     assert list(again.classes or ()) == list(feed.classes or ())
     for one, other in (
         (feed.blank(2), again.blank(2)),

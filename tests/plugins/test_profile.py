@@ -121,7 +121,7 @@ def test_a_run_keeps_its_length_and_is_measured_at_its_whole_rate(
     config = load_config(path)
     config = evolve(config, run=evolve(config.run, **{"steps": None, **run}))
     with running(config, num=10) as (loop, step):
-        assert loop.config.planned_steps(loop.feed.num_batches) == length
+        assert loop.config.planned_steps(loop.feed) == length
         assert first <= loop.progress.step <= 1.5 * first + 9
         for _ in range(10):
             step()

@@ -415,7 +415,7 @@ def test_lines_of_a_run_with_every_monitor_can_be_read(monkeypatch: pytest.Monke
 def test_total_steps(config: dict[str, int], position: tuple[int, int, int], total: int | None) -> None:
     loop = make_loop({}, **config)
     loop.progress.step, loop.progress.epoch, loop.progress.samples = position
-    assert loop.config.expected_steps(loop.progress, loop.feed.num_batches) == total
+    assert loop.config.expected_steps(loop.progress, loop.feed) == total
 
 
 def test_a_resumed_run_counts_its_own_steps(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
