@@ -166,7 +166,7 @@ ASKED: dict[str, dict[str, set[str]]] = {
         "hookdiff/cli/command_line.py": {"getattr(error, '__notes__', ())", "getattr(error, 'exit_code', 1)"},
         "hookdiff/cli/output.py": {"getattr(stdout, 'errors', None)"},
         "hookdiff/images/labels.py": {"getattr(error, 'strerror', None)"},
-        "hookdiff/images/picture_reading.py": {"getattr(error, 'strerror', None)"},
+        "hookdiff/disk/reading.py": {"getattr(error, 'strerror', None)"},
         "hookdiff/machine/ranks.py": {"getattr(error, 'exit_code', 1)"},
         "hookdiff/models/compiler.py": {"getattr(error, 'inner_exception', error)"},
         "hookdiff/testing/contract.py": {"getattr(error, '__notes__', [])"},
@@ -227,7 +227,7 @@ ASKED: dict[str, dict[str, set[str]]] = {
     },
     "the operating system": {
         "hookdiff/builtin/signals.py": {"hasattr(signal, 'SIGUSR1')"},
-        "hookdiff/images/arrays.py": {"hasattr(os, 'preadv')"},
+        "hookdiff/data/arrays.py": {"hasattr(os, 'preadv')"},
         "hookdiff/images/loader.py": {"hasattr(signal, 'SIGUSR1')", "hasattr(signal, 'pthread_sigmask')"},
         "hookdiff/machine/usage.py": {
             "getattr(ctypes.CDLL(None), 'mallopt', None)",

@@ -76,7 +76,7 @@ def _of_pictures(transforms: Transforms, shape: Sequence[int] | None, **others: 
     if shape is not None and len(shape) != 3:
         return DataFacts(tuple(shape), **others)
     channels, *sides = shape or (_CHANNELS,)
-    sides = [transforms.image_size] * 2 if transforms.image_size else sides
+    sides = [transforms.square] * 2 if transforms.square else sides
     known = shape is not None or transforms.channels is not None
     return DataFacts((transforms.channels or channels, *sides), known, **others)
 

@@ -1,4 +1,5 @@
 from .absent_data import FeedWithoutData as FeedWithoutData
+from .arrays import array_in as array_in, names_in as names_in, open_array as open_array
 from .batch import Batch as Batch
 from .datasets import digits as digits, fashion_mnist as fashion_mnist
 from .feed import Feed as Feed
@@ -7,3 +8,4 @@ from .memory import InMemory as InMemory, check_range as check_range, to_unit_ra
 from .memory_reader import PlainReader as PlainReader
 from .reader import Reader as Reader, find_reader as find_reader
 from .source import Images as Images, Source as Source, SourceOptions as SourceOptions
+from .table import locked as locked

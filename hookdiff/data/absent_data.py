@@ -32,8 +32,8 @@ class _Absent(PlainReader):
         self.facts, self.names, self.codec, self.texts = facts, names, codec, texts
         self.nothing = texts.nothing if texts else {}
         self.shape, self.classes, self.are_pictures = facts.shape, facts.classes, facts.are_pictures
-        self.shapes = facts.shapes
-        self.shape_numbers = torch.repeat_interleave(torch.tensor(facts.counts)) if facts.counts else None
+        if facts.shapes:
+            self.shapes, self.shape_numbers = facts.shapes, torch.repeat_interleave(torch.tensor(facts.counts))
 
     def __len__(self) -> int:
         return self.facts.num_samples

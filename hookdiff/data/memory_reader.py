@@ -101,12 +101,14 @@ class MemoryReader(PlainReader):
     """Reads the rows of a set in memory.
 
     finish: turns stored samples into inputs of the objective.
-    rows: the row of `samples` to read for each position in the set; None: the same row.
+    rows: the position to read for each position in the set; None: the same position.
+    places: the row of `samples` of each position in the set, if it holds only some of them; None: the same number.
     """
 
     samples: InMemory
     finish: Finish = in_unit_range
     rows: Tensor | None = None
+    places: Tensor | None = None
     labels: Tensor | None = field(init=False)
     classes: Sequence[str] | None = field(init=False)
     left_out: Sequence[str] = ()
@@ -150,7 +152,8 @@ class MemoryReader(PlainReader):
                 group = [self.rows[share] for share in group]
             sizes = [len(share) for share in group]
             indices = torch.cat(tuple(group))
-            images, labels, conditions = samples.rows(indices, self.device)
+            places = indices if self.places is None else self.places[indices]
+            images, labels, conditions = samples.rows(places, self.device)
             batch = self.finish(Batch(images, labels, indices, conditions=conditions), epoch)
             inputs, by_batch = torch.split(batch.inputs, sizes), repeat(None)
             columns = {name: torch.split(column, sizes) for name, column in batch.conditions.items()}

@@ -20,7 +20,13 @@ from .paths import (
     partial_of as partial_of,
     user_cache as user_cache,
 )
-from .reading import check_kind as check_kind, only_files as only_files, open_file as open_file, read_file as read_file
+from .reading import (
+    check_kind as check_kind,
+    only_files as only_files,
+    open_file as open_file,
+    read_file as read_file,
+    reason as reason,
+)
 from .sharded import INDEX as INDEX, Weights as Weights, read_weights as read_weights
 from .stamped_json import is_intact as is_intact, stamped as stamped
 from .tensors import check_tensors as check_tensors, open_tensors as open_tensors, write_tensors as write_tensors

@@ -12,6 +12,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, cast
 
+from hookdiff.errors import shown
+
 
 class _Guards(threading.local):
     open: tuple[bool, ...] = ()  # for each `only_files` that is open in a thread, whether it refuses loops
@@ -86,3 +88,13 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
         inside = Path(os.path.realpath(os.path.dirname(path)))
         if inside.is_relative_to(os.path.realpath(path)):
             raise OSError(errno.ELOOP, "A link to a folder that contains it, which would be read for ever", path)
+
+
+def reason(error: Exception) -> str:
+    """Return the message of an error that a file has raised, such as that of a decoder of Pillow, on one line."""
+    if type(error).__name__ == "UnidentifiedImageError":
+        return "no picture of a known format"
+    # Without the path, since callers put it before the message.
+    message = str(getattr(error, "strerror", None) or error).partition("\n")[0].removesuffix(".")
+    kind = "" if message and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+    return shown(kind + message)

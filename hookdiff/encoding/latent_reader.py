@@ -19,6 +19,7 @@ from hookdiff.data.memory import InMemory, to_device
 from hookdiff.data.memory_reader import hash_of, is_paired
 from hookdiff.data.reader import Parts, Stack
 from hookdiff.data.source import Images, Source
+from hookdiff.data.table import FORMAT
 from hookdiff.encoding.codec import PictureCodec
 from hookdiff.encoding.encoded_samples import MEAN, STD, EncodedSamples, SourceLatents
 from hookdiff.encoding.encoder import INPUTS, PictureEncoder
@@ -38,7 +39,6 @@ from hookdiff.images.items import ItemKeys
 from hookdiff.images.sizes import common_size
 from hookdiff.images.source_reader import OfSource, reader_of_source
 from hookdiff.images.survey import Survey, left_out_text
-from hookdiff.images.table import FORMAT
 from hookdiff.images.transforms import size_text
 from hookdiff.machine.randomness import derive_seed, uniforms
 from hookdiff.machine.ranks import first_rank_does
@@ -163,7 +163,7 @@ class LatentReader(OfSource):
         first_rank_does(lambda: self._look(samples, latents_of))
         sides = {name: maker.sides_of(samples.reader.first) for name, maker in latents_of.items()}
         self._picture_shape = facts.shape if facts else decoded_shape(self.encoders[INPUTS], samples.shape, self.device)
-        if self.transforms.image_size not in (None, self._picture_shape[-1]):
+        if self.transforms.square not in (None, self._picture_shape[-1]):
             raise UserError(f"image_size: the samples were encoded from {size_text(self._picture_shape)}; leave it out")
         survey = Survey(self._picture_shape)
         sizes = {name: len(self) * sum(column.nbytes for column in columns.values()) for name, columns in sides.items()}

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
+from hookdiff.data.rest import make_in_chunks
+from hookdiff.data.table import DTYPES, Column, load_if_sound, locked, read_table
 from hookdiff.disk.files import make_folder
 from hookdiff.encoding.encoded_samples import MEAN, STD, SourceLatents, check_finite
 from hookdiff.encoding.encoder import INPUTS, STORED, Encoded, PictureEncoder
@@ -24,10 +26,8 @@ from hookdiff.encoding.encoder_output import EncoderOutput
 from hookdiff.encoding.soundness import AT_ONCE, Soundness, few_of
 from hookdiff.errors import UserError
 from hookdiff.images.cache import facts_of, survey_of
-from hookdiff.images.rest import make_in_chunks
 from hookdiff.images.source_reader import reader_of_source
 from hookdiff.images.survey import Survey
-from hookdiff.images.table import DTYPES, Column, load_if_sound, locked, read_table
 from hookdiff.images.transforms import size_text
 from hookdiff.machine.fitting import Fitting
 from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, num_ranks, rank

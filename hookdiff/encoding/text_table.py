@@ -16,6 +16,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from hookdiff.data.rest import make_in_chunks
+from hookdiff.data.table import FORMAT, Column, load_if_sound, locked, read_table
 from hookdiff.disk.files import make_folder
 from hookdiff.encoding.digests import digest_of
 from hookdiff.encoding.encoder import STORED, TextEncoder, TextNetwork
@@ -24,9 +26,7 @@ from hookdiff.encoding.soundness import AT_ONCE, TextSoundness, few_of, report_t
 from hookdiff.encoding.time_ids import TIME_IDS, of_prompt
 from hookdiff.encoding.tokens import TokenFacts, of_same_tokens
 from hookdiff.errors import UserError, listed, nearest
-from hookdiff.images.rest import make_in_chunks
 from hookdiff.images.store import Store
-from hookdiff.images.table import FORMAT, Column, load_if_sound, locked, read_table
 from hookdiff.images.texts import check_text
 from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, rank
 from hookdiff.options.structure import structured

@@ -106,7 +106,7 @@ def _probe_captions(config: Config) -> None:
 
 def _probe_model(config: Config) -> Any:
     """Return the model, of any size if the data decides it; else its class, or None for a function."""
-    part, side = config.model, config.data.of(Transforms).image_size
+    part, side = config.model, config.data.of(Transforms).square
     if INPUTS in config.data.of(EncoderKeys).of_pictures:
         side = None  # the encoder decides it
     model: Any = part.target if isclass(part.target) and issubclass(part.target, nn.Module) else None
@@ -153,7 +153,7 @@ def _probe_objective(config: Config, model: Any) -> str | None:
     images = "images"
     if INPUTS in config.data.of(EncoderKeys).of_pictures:
         images = "latents"
-    elif side := transforms.image_size:
+    elif side := transforms.square:
         images = f"images {size_text([*filter(None, [transforms.channels]), side, side])}"
     inputs = [images, f"times {str(time_dtype(objective)).removeprefix('torch.')}", *["labels"] * labels]
     try:

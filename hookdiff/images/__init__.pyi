@@ -1,4 +1,3 @@
-from .arrays import array_in as array_in, names_in as names_in, open_array as open_array
 from .colour_profiles import profile_fault as profile_fault
 from .decoding import (
     Unreadable as Unreadable,
@@ -12,7 +11,7 @@ from .items import parts_of as parts_of, seed_all as seed_all
 from .labels import as_lines as as_lines, encode as encode, normal as normal, parse_json as parse_json, some as some
 from .loader import Workers as Workers
 from .parallel_reading import with_images as with_images
-from .picture_reading import open_picture as open_picture, reason as reason
+from .picture_reading import open_picture as open_picture
 from .source_reader import feed_of as feed_of, reader_of_source as reader_of_source
 from .store import Store as Store
 from .survey import (
@@ -23,7 +22,6 @@ from .survey import (
     texts_of_kinds as texts_of_kinds,
     unreadable_problems as unreadable_problems,
 )
-from .table import locked as locked
 from .texts import (
     LARGEST_CAPTIONS as LARGEST_CAPTIONS,
     captions_of as captions_of,

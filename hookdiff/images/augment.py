@@ -27,7 +27,7 @@ def augment(samples: Batch, transforms: Transforms, seed: int, epoch: int) -> Ba
     images, indices = samples.inputs, samples.indices
     assert indices is not None
     draws = uniforms(seed, "augment", epoch, indices, 11)
-    size, side = transforms.image_size, images.shape[-1]
+    size, side = transforms.resize and transforms.square, images.shape[-1]
 
     def move(images: Tensor) -> Tensor:
         if size is not None and size != side:
@@ -50,12 +50,12 @@ def augment(samples: Batch, transforms: Transforms, seed: int, epoch: int) -> Ba
 
 def center_crop(samples: Batch, transforms: Transforms) -> Batch:
     """Crop the centre of resized `samples`. Images of uint8 become float32 in [-1, 1]."""
-    return in_unit_range(samples) if transforms.image_size is None else _moved(samples, transforms.centre)
+    return _moved(samples, transforms.centre) if transforms.resize else in_unit_range(samples)
 
 
 def corners(transforms: Transforms, indices: Tensor, seed: int, epoch: int | None) -> Tensor:
     """Return top and left (n 2, int64) of the random crops of the samples `indices` in `epoch`; None: centre crops."""
-    slack = (transforms.side or 0) - (transforms.image_size or 0)
+    slack = (transforms.side or 0) - (transforms.square or 0)
     if epoch is None:
         return torch.full((len(indices), 2), centre_start(slack))
     return _places(uniforms(seed, "augment", epoch, indices, _LEFT + 1), slack)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from attrs import define
 from torch import Tensor
 
 from hookdiff.data.source import AnySource
-from hookdiff.images.survey import Kind, Survey, survey
-from hookdiff.images.table import FORMAT, Column, load_or_make, read_table, save_table
+from hookdiff.data.table import FORMAT, Column, load_or_make, read_table, save_table
+from hookdiff.images.survey import Kind, Survey
 from hookdiff.images.transforms import Transforms
 from hookdiff.options.structure import structured
 
@@ -48,30 +48,33 @@ def place_of(key: tuple[Any, ...], folder: Path) -> Path:
 
 
 def load_or_decode(
-    path: Path, source: AnySource, transforms: Transforms, skip: bool, fill: Fill
+    path: Path, num: int, total: int, look: Callable[[], Survey], fits: Callable[[Sequence[int]], bool], fill: Fill
 ) -> tuple[Survey, Tensor]:
     """Return the survey and the pixels (n c h w, uint8, memory-mapped) in the cache `path`.
 
-    A missing cache is made; a damaged cache is reported and made again. Raises UserError as `survey` does,
-    and if the cache cannot be written.
+    A missing cache is made: `look` returns the survey, and `fill` writes `num` of the `total` pictures of the source. A
+    damaged cache, or one with a shape that does not fit, is reported and made again.
+
+    Raises:
+        UserError: as `look` does, and if the cache cannot be written.
     """
 
     def make(path: Path) -> None:
-        logger.info("data: decoding %s images into %s", f"{len(source):,}", path)
-        seen = survey(source, transforms, skip)
+        logger.info("data: decoding %s images into %s", f"{num:,}", path)
+        seen = look()
 
         def filled(rows: Any) -> Any:
             fill(rows[_PIXELS], seen)
             return facts_of(seen)
 
-        save_table(path, {_PIXELS: Column("uint8", (len(source), *seen.shape))}, filled)
+        save_table(path, {_PIXELS: Column("uint8", (num, *seen.shape))}, filled)
 
     def load(path: Path) -> tuple[Survey, Tensor]:
-        facts, columns = read_table(path, len(source))
+        facts, columns = read_table(path, num)
         pixels = columns[_PIXELS] if columns.keys() == {_PIXELS} else None
-        if pixels is None or pixels.dim() != 4 or not transforms.fits(pixels.shape[1:]):
+        if pixels is None or pixels.dim() != 4 or not fits(pixels.shape[1:]):
             raise ValueError("the cache is of other data")
-        return survey_of(facts, tuple(pixels.shape[1:]), len(source)), pixels
+        return survey_of(facts, tuple(pixels.shape[1:]), total), pixels
 
     return load_or_make(path, "cache", load, make)
 

@@ -6,10 +6,9 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from hookdiff.disk.reading import open_file
+from hookdiff.disk.reading import open_file, reason
 from hookdiff.errors import UserError, shown
 from hookdiff.images.labels import as_lines
-from hookdiff.images.picture_reading import reason
 from hookdiff.images.texts import LARGEST_CAPTIONS, lines_of
 from hookdiff.terminal.pace import paced
 

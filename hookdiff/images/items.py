@@ -13,9 +13,9 @@ from hookdiff.data.memory import check_range
 from hookdiff.data.memory_reader import is_paired
 from hookdiff.data.reader import Stack
 from hookdiff.data.source import AnySource
+from hookdiff.disk.reading import reason
 from hookdiff.errors import UserError, nearest
 from hookdiff.images.decoding import upright_size
-from hookdiff.images.picture_reading import reason
 from hookdiff.images.texts import is_text
 from hookdiff.images.transforms import Transforms, size_text
 from hookdiff.machine.randomness import derive_seed
@@ -65,20 +65,27 @@ def _is_picture(value: Any) -> bool:
 
 
 def read_item(
-    source: AnySource, keys: ItemKeys, transforms: Transforms, seed: int, epoch: int, index: int
+    source: AnySource, keys: ItemKeys, transforms: Transforms, shape_of: Any, seed: int, epoch: int, index: int
 ) -> LoadedSample:
     """Return an item of a map-style data set, after seeding all default generators by (seed, epoch, index).
+
+    `shape_of` is the `ShapeOf` of samples of several sizes, or None.
 
     Raises UserError for an item that cannot be used.
     """
     image, label, others = picture_in(source, keys, seed, epoch, index)
     place, conditions = f"sample {index} of the data", {}
     try:
-        sides = sides_of(image) if others else ()  # before `fit`, which may reduce or turn an image of Pillow
-        pixels = transforms.fit(image)
+        # Before `fit`, which may reduce or turn an image of Pillow.
+        sides = sides_of(image) if others or shape_of else ()
+        size = None
+        if shape_of:
+            shape_of.check(index, sides)
+            _, *size = shape_of(index)
+        pixels = transforms.fit(image, size and (size[0], size[1]))
         for name, value in others.items():
             place = f"sample {index} of the data: {name!r}"
-            conditions[name] = _condition(value, (*pixels.shape[:-2], *sides), transforms)
+            conditions[name] = _condition(value, (*pixels.shape[:-2], *sides), transforms, tuple(pixels.shape[-2:]))
     except (OSError, ValueError) as error:
         raise UserError(f"{place}: {reason(error)}") from error
     return pixels, label, index, conditions
@@ -147,8 +154,8 @@ def sides_of(image: Any) -> tuple[int, ...]:
     return tuple(image.shape[-2:]) if hasattr(image, "shape") else upright_size(image)[::-1]
 
 
-def _condition(value: Any, picture: Sequence[int], transforms: Transforms) -> Tensor:
-    """Return `value` as a tensor. An image of the size of `picture` (c h w) goes through the first stage.
+def _condition(value: Any, picture: Sequence[int], transforms: Transforms, size: tuple[int, ...]) -> Tensor:
+    """Return `value` as a tensor. An image of the size of `picture` (c h w) gets the `size` of the sample.
 
     Raises ValueError for an image that does not fit, and for a value of another type.
     """
@@ -156,17 +163,17 @@ def _condition(value: Any, picture: Sequence[int], transforms: Transforms) -> Te
         if not is_paired(sides_of(value), picture):
             got, expected = size_text(sides_of(value)), size_text(picture[1:])
             raise ValueError(f"an image of {got}, expected {expected}, as the picture")
-        return evolve(transforms, channels=None).fit(value)
+        return evolve(transforms, channels=None).fit(value, (size[0], size[1]))
     try:
         tensor = value if isinstance(value, Tensor) else torch.tensor(value)
     except (TypeError, ValueError, RuntimeError):
         way_out = "; an encoder in [data.encode] of a config turns texts into tensors" if is_text(value) else ""
         raise ValueError(f"{_text(value)}, expected a tensor, an array, a number or an image{way_out}") from None
     *channels, height, width = tensor.shape if tensor.dim() > 1 else (0, 0)
-    if not is_paired(tensor.shape, picture) or transforms.side is None or height == width == transforms.side:
+    if not is_paired(tensor.shape, picture) or transforms.side is None or (height, width) == size:
         return tensor
     single = evolve(transforms, channels=None)
-    fitted = torch.cat([single.fit(layer) for layer in tensor.reshape(-1, 1, height, width)])
+    fitted = torch.cat([single.fit(layer, (size[0], size[1])) for layer in tensor.reshape(-1, 1, height, width)])
     return fitted.reshape(*channels, *fitted.shape[1:])
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -22,6 +23,7 @@ from hookdiff.errors import StorageError, UserError
 from hookdiff.images.decoding import Unreadable
 from hookdiff.images.items import LoadedSample, collate
 from hookdiff.images.picture_reading import with_image
+from hookdiff.images.shape_of import ShapeOf
 from hookdiff.machine.safe_path import safe_path
 from hookdiff.options.fields import about, between
 from hookdiff.terminal.words import byte_size
@@ -183,7 +185,7 @@ def read_batch(read: Callable[[int, int], LoadedSample], address: tuple[int, Any
 
 
 def read_image(
-    source: AnySource, fit: Callable[[Any], Tensor], successors: Any, epoch: int, index: int
+    source: AnySource, fit: Callable[..., Tensor], shape_of: ShapeOf, successors: Any, epoch: int, index: int
 ) -> LoadedSample:
     """Return a picture, decoded and resized. Its first readable successor replaces an unreadable picture.
 
@@ -192,7 +194,7 @@ def read_image(
     first = index
     while True:
         try:
-            return with_image(source, index, fit), None, index, {}
+            return with_image(source, index, partial(fit, shape=shape_of(index))), None, index, {}
         except Unreadable:
             if successors is None or (index := int(successors[index])) == first:
                 raise

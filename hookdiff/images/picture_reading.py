@@ -4,11 +4,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, BinaryIO, TypeVar
 
-from PIL import UnidentifiedImageError
-
 from hookdiff.data.source import AnySource
-from hookdiff.disk.reading import check_kind
-from hookdiff.errors import StorageError, shown
+from hookdiff.disk.reading import check_kind, reason
+from hookdiff.errors import StorageError
 from hookdiff.images.decoding import Unreadable
 from hookdiff.images.formats import known
 
@@ -42,13 +40,3 @@ def with_image(source: AnySource, index: int, function: Callable[[Any], Result])
         raise
     except Exception as error:  # a decoder may raise any error on broken bytes
         raise Unreadable(f"{source.name_of(index)}: {reason(error)}") from error
-
-
-def reason(error: Exception) -> str:
-    """Return the message of a decoder's error, on one line."""
-    if isinstance(error, UnidentifiedImageError):
-        return "no picture of a known format"
-    # Without the path, since callers put it before the message.
-    message = str(getattr(error, "strerror", None) or error).partition("\n")[0].removesuffix(".")
-    kind = "" if message and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-    return shown(kind + message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property, partial
 from typing import Any
@@ -24,6 +24,7 @@ from hookdiff.errors import UserError
 from hookdiff.images.augment import augment, center_crop
 from hookdiff.images.items import ItemKeys, read_item
 from hookdiff.images.loader import Loader, Workers, read_batch, read_image
+from hookdiff.images.shape_of import ShapeOf
 from hookdiff.images.sizes import sizes_of
 from hookdiff.images.store import Prepared, Store, prepare
 from hookdiff.images.transforms import Transforms, size_text
@@ -100,35 +101,43 @@ class SourceReader(OfSource):
     codec: Codec | None = field(init=False, default=None)
     device: torch.device = field(init=False, default=_CPU)
     _parts: Parts = field(init=False, default=())
-    _kept: MemoryReader | None = field(init=False, default=None)  # the reader of samples in memory
+    _kept: list[MemoryReader] = field(init=False, factory=list)  # readers of samples in memory, one a shape
     _reported: set[int] = field(init=False, factory=set)  # unreadable samples with a warning in the log
     _idle: list[Loader] = field(init=False, factory=list)  # loaders that wait for the next epoch
 
     def __attrs_post_init__(self) -> None:
-        self.prepared = prepare(self.source, self.transforms, self.store)
+        self.prepared = prepare(self.source, self.transforms, self.store, self.keys)
         self.left_out, self.unreadable = self.prepared.left_out, set(self.prepared.survey.unreadable)
         super().__attrs_post_init__()
+        if sized := self.prepared.sized:
+            self.shapes, self.shape_numbers = sized.shapes, sized.numbers
         if isinstance(self.prepared.samples, InMemory):
-            self._kept = MemoryReader(self.prepared.samples, self._finish)
+            self._kept = [MemoryReader(self.prepared.samples, self._finish)]
+        elif sized:
+            for number, part in enumerate(self.prepared.by_size):
+                places, rows = torch.zeros(len(self), dtype=torch.int64), sized.rows(number, self.unreadable)
+                places[rows] = torch.arange(len(rows))
+                self._kept.append(MemoryReader(part, self._finish, places=places))
 
     @property
     def samples(self) -> InMemory | Images | Source:
-        return self._kept.samples if self._kept else self.prepared.samples
+        return self.prepared.samples if self.shape_numbers is not None or not self._kept else self._kept[0].samples
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
         if not (shape := self.prepared.survey.shape):
             return tuple(self.first.inputs.shape[1:])
-        size = self.transforms.image_size
+        size = self.transforms.square
         return shape if size is None else (shape[0], size, size)
 
     @cached_property
     def first(self) -> Batch:
         row = torch.zeros(1, dtype=torch.int64)
         if self.source.is_images:
-            return Batch(torch.zeros(1, *self.shape), None if self.labels is None else row)
+            shape = self.shape if self.shape_numbers is None else self.shapes[int(self.shape_numbers[0])]
+            return Batch(torch.zeros(1, *shape), None if self.labels is None else row)
         if self._kept:
-            return self._kept.first
+            return self._kept[0].first
         images, labels, _, conditions = next(self._loader(0).load([(0, row.numpy())]))
         labels = row if labels is None and self.labels is not None else labels
         return self._finish(Batch(images, labels, conditions=conditions), None)
@@ -138,22 +147,36 @@ class SourceReader(OfSource):
         if self.source.is_images or len(self.shape) < 3:
             return self.source.is_images
         if self._kept:
-            return self._kept.are_pictures
+            return self._kept[0].are_pictures
         with default_generators_kept():  # reading seeds these generators, and a run may be under way
-            images, *_ = next(self._loader(0).load([(0, self._parts[0][:MOST].numpy())]))
+            few, _ = next(self._groups(self._parts[:1]))
+            images, *_ = next(self._loader(0).load([(0, few[:MOST].numpy())]))
         return are_pictures(images)
 
     def bound(self, seed: int, device: torch.device, parts: Parts) -> SourceReader:
         reader = copy(self)
         reader.seed, reader.device, reader._parts, reader._idle, reader._reported = seed, device, parts, [], set()
-        if self._kept:
-            reader._kept = self._kept.bound(seed, device, parts)
-            reader._kept.finish = reader._finish
-            if undecodable := list(self.prepared.survey.undecodable):
-                broken = torch.zeros(len(self), dtype=torch.bool)
-                broken[[*undecodable, *self.unreadable]] = True
-                reader._kept.rows = replacements(parts, broken)
+        reader._kept = [kept.bound(seed, device, parts) for kept in self._kept]
+        undecodable, rows = list(self.prepared.survey.undecodable), None
+        if reader._kept and undecodable:
+            broken = torch.zeros(len(self), dtype=torch.bool)
+            broken[[*undecodable, *self.unreadable]] = True
+            rows = replacements(self._groups(parts), broken)
+        for kept in reader._kept:
+            kept.finish, kept.rows = reader._finish, rows
         return reader
+
+    def _groups(self, parts: Parts) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield groups of samples of which one may replace another, and those that may if no sample of the group can.
+
+        A group are the samples of one of `parts`; if they have several shapes, those of one shape.
+        """
+        if (numbers := self.shape_numbers) is None:
+            yield from ((part, part) for part in parts)
+            return
+        for number in range(len(self.shapes)):
+            groups = [part[numbers[part] == number] for part in parts]
+            yield from ((group, groups[0]) for group in groups if len(group))
 
     def without_workers(self) -> SourceReader:
         """Return a copy that reads in this process, for a few samples."""
@@ -166,7 +189,13 @@ class SourceReader(OfSource):
             raise UserError(f"samples of {size_text(self.shape)} are no images c h w and cannot be augmented")
 
     def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
-        return self._kept.stacks(shares, epoch) if self._kept else self._load(shares, epoch)
+        if not self._kept:
+            yield from self._load(shares, epoch)
+        elif (numbers := self.shape_numbers) is None:
+            yield from self._kept[0].stacks(shares, epoch)
+        else:
+            for share in shares:
+                yield from self._kept[int(numbers[share[0]])].stacks([share], epoch)
 
     def _finish(self, samples: Batch, epoch: int | None) -> Batch:
         if epoch is None:
@@ -199,25 +228,28 @@ class SourceReader(OfSource):
             logger.warning("data: %s cannot be read; another sample replaces it (%d so far)", name, count)
 
     def _loader(self, workers: int) -> Loader:
+        sized = self.prepared.sized
         if self.source.is_images:
             successors = torch.arange(len(self))
-            for part in self._parts:
-                successors[part] = part.roll(-1)
+            for group, others in self._groups(self._parts):
+                successors[group] = group.roll(-1) if len(group) > 1 or not len(others) else others[0]
             # A numpy array, because sending a tensor to a worker takes a file descriptor.
             following = successors.numpy() if self.store.unreadable == "skip" else None
-            fit = partial(self.transforms.fit, shape=self.prepared.survey.shape)
-            read: Callable[..., Any] = partial(read_image, self.source, fit, following)
+            shape_of = sized.in_workers(False) if sized else ShapeOf((self.prepared.survey.shape,))
+            read: Callable[..., Any] = partial(read_image, self.source, self.transforms.fit_to, shape_of, following)
         else:
-            read = partial(read_item, self.source, self.keys, self.transforms, self.seed)
+            shapes = sized.in_workers(True) if sized else None
+            read = partial(read_item, self.source, self.keys, self.transforms, shapes, self.seed)
         return Loader(partial(read_batch, read), workers, self.workers.prefetch, self.device.type == "cuda")
 
     def fingerprint(self) -> str | None:
         digest = self.source.fingerprint()
         if digest is None and self._kept:
-            digest = hash_of(self._kept.samples.images)
+            digest = hash_of(self._kept[0].samples.images)
         if digest is None:
             return None
-        return repr((self.source.kind, digest, self.transforms.image_size, *self.transforms.first_stage))
+        sizes = self.transforms.sized if self.transforms.has_sizes else self.transforms.square
+        return repr((self.source.kind, digest, sizes, *self.transforms.first_stage))
 
     def sizes(self) -> Tensor:
         """Return height and width of the pictures, before they are resized; see `sizes_of`."""
@@ -228,16 +260,20 @@ class SourceReader(OfSource):
             self._idle.pop().close()
 
 
-def replacements(parts: Sequence[Tensor], unreadable: Tensor) -> Tensor:
+def replacements(groups: Iterable[tuple[Tensor, Tensor]], unreadable: Tensor) -> Tensor:
     """Return the position of each sample, or of its first readable successor if the sample is `unreadable` (n, bool).
 
-    Each of `parts` is sorted. Raises UserError if all samples of a part are unreadable.
+    Each group is sorted, and comes with the samples that replace its own if none of them can be read.
+
+    Raises:
+        UserError: if no sample of a group, nor of those, can be read.
     """
     positions = torch.arange(len(unreadable))
-    for part in parts:
-        broken, readable = part[unreadable[part]], part[~unreadable[part]]
+    for group, others in groups:
+        broken, readable = group[unreadable[group]], group[~unreadable[group]]
+        readable = readable if len(readable) else others[~unreadable[others]]
         if len(broken) and not len(readable):
-            raise UserError("none of the samples of the data, or of those held out, can be read")
+            raise UserError("none of the samples of the data, of those held out, or of those of one size, can be read")
         positions[broken] = readable[torch.searchsorted(readable, broken) % max(1, len(readable))]
     return positions
 

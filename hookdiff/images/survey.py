@@ -64,7 +64,7 @@ def survey(source: AnySource, transforms: Transforms, skip: bool) -> Survey:
     """
     if shape := source.shape:
         kinds = [kind_of_shape(shape, len(source), source.name_of(0))]
-        refuse([*source.problems, *_misfits(kinds, transforms)])
+        refuse([*source.problems, *misfits(kinds, transforms)])
         return Survey(first_stage_shape(kinds, transforms), kinds)
     known, unknown = source.known_kinds()
     if len(unknown) > _MANY:
@@ -80,7 +80,7 @@ def survey(source: AnySource, transforms: Transforms, skip: bool) -> Survey:
         kind.example = kind.example or source.name_of(index)
         sizes[index] = kind.height, kind.width
     kinds = list(by_header.values())
-    problems = [*source.problems, *_misfits(kinds, transforms)]
+    problems = [*source.problems, *misfits(kinds, transforms)]
     if (problems or (unreadable and not skip)) and len(source) <= _MANY:  # then their pixels are quickly tried too
         readable = [index for index in range(len(source)) if index not in unreadable]
         broken = {i: str(error) for i, error in with_images(source, readable, _read_pixels) if error is not None}
@@ -156,21 +156,23 @@ def first_stage_shape(kinds: list[Kind], transforms: Transforms) -> tuple[int, i
 
     Raises UserError for a mix of grey and colour, for different sizes, and for sizes that are too small.
     """
-    refuse(_misfits(kinds, transforms))
+    refuse(misfits(kinds, transforms))
     channels = transforms.channels or kinds[0].channels
     if side := transforms.side:
         return channels, side, side
     return channels, kinds[0].height, kinds[0].width
 
 
-def _misfits(kinds: list[Kind], transforms: Transforms) -> list[str]:
-    """Return the reasons why `transforms` cannot give pictures of all these kinds one shape."""
+def misfits(kinds: list[Kind], transforms: Transforms) -> list[str]:
+    """Return the reasons why `transforms` cannot give pictures of all these kinds the shapes of samples."""
     problems = []
     grey = [kind for kind in kinds if kind.channels == 1]
     colour = [kind for kind in kinds if kind not in grey]
     if grey and colour and not transforms.channels:
         counts = f"{_count(grey)} images are grey, {_count(colour)} are in colour"
         problems.append(f"{counts}: set channels = 1 or 3{_examples([grey[0], colour[0]])}")
+    if transforms.has_sizes:
+        return problems  # see images/sized.py
     if side := transforms.side:
         small = [kind for kind in kinds if min(kind.width, kind.height) < side]
         if small and not transforms.upscale:

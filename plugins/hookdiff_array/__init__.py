@@ -10,8 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from hookdiff.data import check_range
-from hookdiff.images import names_in, open_array
+from hookdiff.data import check_range, names_in, open_array
 
 Layout = Literal["n h w", "n h w c", "n c h w"]
 

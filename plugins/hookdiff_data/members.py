@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from hookdiff import Feed, UserError, shown
+from hookdiff.disk import reason
 from hookdiff.images import (
     Unreadable,
     lines_of,
     open_picture,
     parts_of,
     reader_of_source,
-    reason,
     seed_all,
     usual_suffix,
     with_images,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hookdiff import SampleRequest, UserError, load_config, load_run, why_missing
 from hookdiff.cli import chosen_weights
+from hookdiff.data import names_in, open_array
 from hookdiff.experiment import build_feed
 from hookdiff.features import Collected, Gaussian, Space, data_features
 from hookdiff.images import (
@@ -24,8 +25,6 @@ from hookdiff.images import (
     Transforms,
     Unreadable,
     left_out_text,
-    names_in,
-    open_array,
     passed_over_text,
     refuse,
     size_text,
@@ -286,5 +285,5 @@ def _changes(transforms: Transforms, sides: Sequence[int]) -> Sequence[str]:
     """Return in words how `transforms` change the size of a picture of these `sides`."""
     if transforms.side is None:
         return ()
-    is_cropped = len(set(sides)) > 1 or transforms.side != transforms.image_size
+    is_cropped = len(set(sides)) > 1 or transforms.side != transforms.square
     return [*[_RESIZED] * (min(sides) != transforms.side), *[_CROPPED] * is_cropped]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hookdiff import UserError
+from hookdiff.data import names_in, open_array
 from hookdiff.disk import new_file, writing
 from hookdiff.features import Gaussian, Moments
-from hookdiff.images import names_in, open_array
 
 MU, SIGMA = "mu", "sigma"  # as write_statistics names them
 _NUM = "num"  # number of images, which published files do not have

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hookdiff import UserError, nearest, why_missing
-from hookdiff.disk import check_kind, only_files, read_file
-from hookdiff.images import captions_of, encode, open_picture, reason
+from hookdiff.disk import check_kind, only_files, read_file, reason
+from hookdiff.images import captions_of, encode, open_picture
 from hookdiff.options import Connects, is_served
 
 

@@ -18,7 +18,7 @@ from hookdiff import UserError
 from hookdiff.authors import by_class, save_animation, sheet
 from hookdiff.cli import check_free
 from hookdiff.data import to_unit_range
-from hookdiff.disk import check_place, check_writable, new_file, write_file, writing
+from hookdiff.disk import check_place, check_writable, new_file, reason, write_file, writing
 from hookdiff.images import (
     Folder,
     Transforms,
@@ -26,7 +26,6 @@ from hookdiff.images import (
     left_out_text,
     open_picture,
     passed_over_text,
-    reason,
     refuse,
     unreadable_problems,
     upright_size,

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from hookdiff import UserError, why_missing
-from hookdiff.disk import read_file
-from hookdiff.images import LARGEST_CAPTIONS, lines_of, reason
+from hookdiff.disk import read_file, reason
+from hookdiff.images import LARGEST_CAPTIONS, lines_of
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:

@@ -11,7 +11,9 @@ import torch
 from attrs import define
 
 from hookdiff import StorageError, nearest, shown
-from hookdiff.images import Unreadable, array_in, open_picture, parse_json, reason, refuse
+from hookdiff.data import array_in
+from hookdiff.disk import reason
+from hookdiff.images import Unreadable, open_picture, parse_json, refuse
 from hookdiff_shards.index import Index, is_picture
 from hookdiff_shards.samples import Samples, extension_of, is_array
 

@@ -12,8 +12,9 @@ from typing import Generic, TypeVar
 
 from attrs import define
 
-from hookdiff.disk import cannot_write, make_folder
-from hookdiff.images import as_lines, locked, reason
+from hookdiff.data import locked
+from hookdiff.disk import cannot_write, make_folder, reason
+from hookdiff.images import as_lines
 from hookdiff.terminal import paced
 from hookdiff_shards.files import THREADS, Files, Shard
 from hookdiff_shards.index import Index, load, make, save

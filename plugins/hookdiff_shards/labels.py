@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from hookdiff import nearest, shown, why_missing
-from hookdiff.disk import read_file
+from hookdiff.disk import read_file, reason
 from hookdiff.encoding import ENCODED
-from hookdiff.images import check_text, encode, lines_in, normal, reason, some
+from hookdiff.images import check_text, encode, lines_in, normal, some
 from hookdiff_shards.remote import asked, is_url
 
 _NAMES = ("classes.json", "classes.txt")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hookdiff import why_missing
-from hookdiff.images import reason, some
+from hookdiff.disk import reason
+from hookdiff.images import some
 from hookdiff_shards.remote import asked, is_url
 
 _MOST = 1_000_000  # most shards of a config

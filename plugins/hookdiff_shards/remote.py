@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from hookdiff import StorageError, UserError, nearest
-from hookdiff.images import reason
+from hookdiff.disk import reason
 from hookdiff.machine import connections
 
 logger = logging.getLogger("hookdiff")

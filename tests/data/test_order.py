@@ -95,11 +95,12 @@ def test_held_out_and_training_samples_can_be_read() -> None:
 def test_a_replacement_is_the_next_readable_sample_of_the_same_part(length: int, data: Any) -> None:
     parts = split(torch.arange(length), None, data.draw(st.integers(0, length - 1)))
     unreadable = torch.tensor(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
+    groups = [(part, part) for part in parts]
     if any(unreadable[part].all() for part in parts if len(part)):
         with pytest.raises(UserError):
-            replacements(parts, unreadable)
+            replacements(groups, unreadable)
         return
-    found, following = replacements(parts, unreadable), torch.arange(length)
+    found, following = replacements(groups, unreadable), torch.arange(length)
     for part in parts:
         assert set(found[part].tolist()) <= set(part.tolist())
         following[part] = part.roll(-1)

@@ -16,9 +16,9 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from hookdiff.data.table import FORMAT, Column, check_room, column_file, finish_table, is_in_use
 from hookdiff.disk.files import discard, make_folder, sync_folder, write_file, writing
 from hookdiff.disk.reading import open_file, read_file
-from hookdiff.images.table import FORMAT, Column, check_room, column_file, finish_table, is_in_use
 from hookdiff.machine.ranks import first_rank_does, gathered_or_raised, num_ranks, rank
 from hookdiff.terminal.pace import paced
 

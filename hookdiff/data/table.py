@@ -23,9 +23,8 @@ from torch import Tensor
 
 from hookdiff.disk.files import cannot_write, discard, make_folder, new_folder, write_file
 from hookdiff.disk.lock import check_place
-from hookdiff.disk.reading import open_file, read_file
+from hookdiff.disk.reading import open_file, read_file, reason
 from hookdiff.errors import UserError
-from hookdiff.images.picture_reading import reason
 from hookdiff.options.structure import structured
 from hookdiff.terminal.words import byte_size
 

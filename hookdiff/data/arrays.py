@@ -19,9 +19,8 @@ import torch
 from numpy.lib import format as npy
 
 from hookdiff.disk.paths import why_missing
-from hookdiff.disk.reading import open_file
+from hookdiff.disk.reading import open_file, reason
 from hookdiff.errors import nearest, shown
-from hookdiff.images.picture_reading import reason
 from hookdiff.machine.fitting import memory_in_use
 from hookdiff.terminal.words import byte_size
 
