@@ -128,7 +128,7 @@ ASKED: dict[str, dict[str, set[str]]] = {
     },
     "a tensor of torch, sharded or not": {"hookdiff/machine/dtensor.py": {"hasattr(tensor, 'to_local')"}},
     "a validator of attrs, which has no public class": {
-        "hookdiff/experiment/json_schema.py": {"getattr(validator, 'options', ())"},
+        "hookdiff/cli/json_schema.py": {"getattr(validator, 'options', ())"},
         "hookdiff/options/fields.py": {
             "getattr(validator, '_validators', ())",
             "getattr(validator, name, None)",

@@ -249,7 +249,7 @@ NAMES = re.compile(
 ALONE = re.compile(rf"^{any_of(ENTRIES)}$|(?P<quote>['\"`]){any_of(ENTRIES)}(?P=quote)")
 # Names of plugins and parts that stand alone or in quotes, with the files that use them for something else.
 OWN_USES = {
-    "array": {"hookdiff/experiment/json_schema.py"},  # a type of JSON
+    "array": {"hookdiff/cli/json_schema.py"},  # a type of JSON
     "checkpoint": {"hookdiff/builtin/events.py"},  # kinds of events
     "unet": {"hookdiff/disk/hub.py"},  # a folder of a pipeline
     "compile": {"hookdiff/experiment/loaded_run.py"},  # a key of [sampling]

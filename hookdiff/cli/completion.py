@@ -38,7 +38,7 @@ def write_table(anew: bool = False) -> None:
     with suppress(Exception):  # a broken plugin stops no command; `hookdiff schema` reports its error
         from hookdiff.authors.sinks import Sink
         from hookdiff.experiment.catalog import kinds
-        from hookdiff.experiment.json_schema import config_schema
+        from hookdiff.cli.json_schema import config_schema
 
         schema = config_schema()
         keys: dict[str, list[str]] = {}

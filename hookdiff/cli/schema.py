@@ -54,7 +54,7 @@ def add_schema(config: Path) -> None:
 
 def _text() -> str:
     from hookdiff.cli.completion import write_table
-    from hookdiff.experiment.json_schema import config_schema
+    from hookdiff.cli.json_schema import config_schema
 
     write_table(anew=True)
     return json.dumps(config_schema(), indent=1) + "\n"

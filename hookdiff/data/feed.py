@@ -387,6 +387,10 @@ class Feed:
         """Yield this rank's share of the samples `indices`, in batches as in `batches`, without augmentation."""
         yield from self._make(None, self._split(indices, self.batch_size), self.rank, self.num_ranks)
 
+    def arranged(self, indices: Tensor) -> Tensor:
+        """Return the samples `indices` (n, int64) in the order in which `unaugmented` yields them."""
+        return torch.cat([indices[:0], *self._split(indices, max(1, len(indices)))])
+
     def _split(self, indices: Tensor, size: int) -> Sequence[Tensor]:
         return self.by_shape.split(indices, size) if self.by_shape else torch.split(indices, size)
 

@@ -28,6 +28,7 @@ logger = logging.getLogger("hookdiff")
 
 _FORMAT = 1
 _BATCH = 256  # images
+_BLOCK = 1024  # images
 
 
 def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: int = ROWS) -> Collected:
@@ -45,6 +46,10 @@ def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: in
     space.check(feed.shape)
     # In a random order, since the first rows are kept, and data is often sorted by class.
     indices = indices[torch.randperm(len(indices), generator=torch.Generator().manual_seed(0))]
+    # Of pictures of several sizes, each block is arranged by size, so that the first rows have all sizes.
+    parts = [torch.split(indices[slice(*own)], _BLOCK) for own in shares(len(indices))]
+    of_ranks = [torch.cat([indices[:0], *map(feed.arranged, part)]) for part in parts]
+    indices = torch.cat(of_ranks)
     key = _key(feed, indices, space, min(most, len(indices)))
     folder = Store(cache_dir=feed.reader.cache_dir).folder / "features"
     path = folder / hashlib.sha256((key or "").encode()).hexdigest()
@@ -52,7 +57,7 @@ def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: in
     if features := first_rank_says(stored):
         features.numbers = indices[: len(features.rows)]
         return features
-    share = indices[slice(*shares(len(indices))[rank()])]
+    share = of_ranks[rank()]
     with closing(paced(_pixels(feed, share), len(share), what)) as images:
         features = Collected.merged(gathered_or_raised(lambda: Collected.of(space, images, most, logits=False)))
     if key and rank() == 0:
@@ -68,7 +73,8 @@ def shares(num: int) -> list[tuple[int, int]]:
 
 
 def _pixels(feed: Feed, indices: Tensor) -> Iterator[Tensor]:
-    for batch in feed.unaugmented(indices, _BATCH):
+    blocks = (feed.unaugmented(block, _BATCH) for block in torch.split(indices, _BLOCK))
+    for batch in itertools.chain.from_iterable(blocks):
         if bad := int((~batch.inputs.isfinite()).flatten(1).any(dim=1).sum()):
             raise ValueError(f"{bad} of {len(batch)} images of the data are not finite")
         yield to_uint8(batch.inputs)

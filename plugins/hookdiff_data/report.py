@@ -82,10 +82,12 @@ def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
     low, high, total = float("inf"), float("-inf"), 0
     not_finite: list[str] = []
     sums = squares = torch.zeros(feed.shape[0], dtype=torch.float64)
-    for asked, batch in zip(torch.split(feed.usable, 256), feed.unaugmented(feed.usable, 256), strict=True):
+    asked = iter(feed.arranged(feed.usable).tolist())
+    for batch in feed.unaugmented(feed.usable, 256):
         inputs = batch.inputs.cpu()
         assert batch.indices is not None
-        for index, loaded, image in zip(asked.tolist(), batch.indices.tolist(), inputs, strict=True):
+        for loaded, image in zip(batch.indices.tolist(), inputs, strict=True):
+            index = next(asked)
             if index != loaded:  # another sample stands in for one that cannot be decoded
                 unreadable.setdefault(index, feed.describe(index))
                 continue

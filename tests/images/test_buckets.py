@@ -79,7 +79,10 @@ def test_the_share_that_is_cut_off() -> None:
         ({"buckets": ["80"], "image_size": 64}, "expected WIDTHxHEIGHT, such as 80x80, got '80'"),
         ({"buckets": ["64x64", "32x32"], "image_size": 64}, "64x64 and 32x32 have the same shape"),
         ({"buckets": [], "image_size": 64}, "buckets: has no size"),
-        ({"buckets": True, "image_size": 64, "bucket_step": 7}, "bucket_step: must divide image_size = 64, not 7; nearest: 8"),
+        (
+            {"buckets": True, "image_size": 64, "bucket_step": 7},
+            "bucket_step: must divide image_size = 64, not 7; nearest: 8",
+        ),
         ({"buckets": True, "image_size": 64, "bucket_ratio": 0.5}, "bucket_ratio"),
         ({"image_size": []}, "image_size: has no side"),
         ({"image_size": [64, 1]}, "image_size"),
