@@ -37,8 +37,8 @@ def write_table(anew: bool = False) -> None:
         return
     with suppress(Exception):  # a broken plugin stops no command; `hookdiff schema` reports its error
         from hookdiff.authors.sinks import Sink
-        from hookdiff.experiment.catalog import kinds
         from hookdiff.cli.json_schema import config_schema
+        from hookdiff.experiment.catalog import kinds
 
         schema = config_schema()
         keys: dict[str, list[str]] = {}

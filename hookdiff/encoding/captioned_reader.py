@@ -103,7 +103,10 @@ class CaptionedReader(ReaderAround):
             what = "the samples hold latents, and the sizes of their pictures are not here"
             logger.warning("data: %s, so there is no condition %s", what, " or ".join(texts.time_ids))
         else:
-            self._time_ids = TimeIds(sizes, self.inner.transforms, shape[1:])
+            targets = torch.tensor(shape[1:]).expand_as(sizes)
+            if sized := self.inner.sized:
+                targets = torch.tensor(sized.shapes)[sized.numbers, 1:]
+            self._time_ids = TimeIds(sizes, self.inner.transforms, targets)
         return texts
 
     def bound(self, seed: int, device: torch.device, parts: Parts) -> CaptionedReader:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Generator, Tensor
 
 from hookdiff.data.batch import Batch
@@ -24,20 +24,18 @@ from hookdiff.encoding.codec import PictureCodec
 from hookdiff.encoding.encoded_samples import MEAN, STD, EncodedSamples, SourceLatents
 from hookdiff.encoding.encoder import INPUTS, PictureEncoder
 from hookdiff.encoding.encoder_output import EncoderOutput
-from hookdiff.encoding.latent_table import (
-    PictureTable,
-    PictureTableBuilder,
-    conditions_beside,
-    decoded_shape,
-    latents_in_memory,
-)
+from hookdiff.encoding.latent_builders import Builders
+from hookdiff.encoding.latent_table import LatentTables, conditions_beside, decoded_shape, latents_in_memory
+from hookdiff.encoding.picture_network import PictureNetwork
 from hookdiff.encoding.soundness import AT_ONCE, Soundness, constant_channels, few_of
 from hookdiff.errors import UserError
 from hookdiff.images.augment import FLIP
 from hookdiff.images.cache import key_of, place_of
 from hookdiff.images.items import ItemKeys
+from hookdiff.images.sized import Sized, look
 from hookdiff.images.sizes import common_size
 from hookdiff.images.source_reader import OfSource, reader_of_source
+from hookdiff.images.store import one_size
 from hookdiff.images.survey import Survey, left_out_text
 from hookdiff.images.transforms import size_text
 from hookdiff.machine.randomness import derive_seed, uniforms
@@ -76,9 +74,10 @@ class LatentReader(OfSource):
     _samples: Feed | None = field(init=False, default=None)
     _survey: Survey = field(init=False)
     _picture_shape: tuple[int, ...] = field(init=False)
-    _tables: dict[str, PictureTable] = field(init=False, factory=dict)  # the latents of all samples, by encoder
-    _makers: dict[str, PictureTableBuilder | SourceLatents] = field(init=False, factory=dict)  # without a table
-    pending: dict[str, PictureTableBuilder] = field(init=False, factory=dict)  # the makers of missing tables
+    sized: Sized | None = field(init=False, default=None)  # the sizes of the pictures; None: all have one size
+    _tables: dict[str, LatentTables] = field(init=False, factory=dict)  # the latents of all samples, by encoder
+    _makers: dict[str, Builders | SourceLatents] = field(init=False, factory=dict)  # without tables
+    pending: dict[str, Builders] = field(init=False, factory=dict)  # the makers of missing tables
 
     def __attrs_post_init__(self) -> None:
         if self.transforms.side != self.transforms.image_size:
@@ -91,13 +90,13 @@ class LatentReader(OfSource):
     def encode(self) -> None:
         """Make the missing tables. All ranks must call this."""
         if self.pending:
-            for name, builder in self.pending.items():
+            for name, builders in self.pending.items():
                 del self._makers[name]
-                self._tables[name] = self._table(builder)
+                self._tables[name] = self._made(builders)
             self.pending = {}
             self._set(self._survey_of_tables())
         for maker in self._makers.values():
-            if isinstance(maker, PictureTableBuilder):
+            if isinstance(maker, Builders):
                 first_rank_does(maker.look)
 
     def trial(self) -> LatentReader:
@@ -124,26 +123,39 @@ class LatentReader(OfSource):
         return {name: EncoderOutput(f"data.encode.{name}", part).digest() for name, part in self.encoders.items()}
 
     def _find(self) -> Survey:
+        seen = None
+        if self.transforms.has_sizes:
+            if self.source.memory is not None:
+                raise one_size()
+            skip = self.store.unreadable == "skip"
+            seen, self.sized = look(self.source, self.transforms, self.item_keys, skip, self.store.folder, keep=True)
+            self._survey, self._picture_shape, self.shape_numbers = seen, seen.shape, self.sized.numbers
         for name, encoder in self.encoders.items():
-            flips = bool(self.transforms.flip)
-            builder = PictureTableBuilder(name, encoder, self.open_pictures, flips, self.device, len(self.source))
+            network = PictureNetwork(name, encoder, self.device, lambda index: self._open().describe(index))
+            flips, num = bool(self.transforms.flip), len(self.source)
+            builders = Builders.of(network, self.open_pictures, flips, num, seen, self.sized)
             if encoder.stored(self.store).store == "none":
-                self._makers[name] = builder
+                self._makers[name] = builders
                 continue
             key = self._key(name)
-            table = None if key is None else builder.known(self._place(key))
-            if table is None:
-                self._makers[name] = self.pending[name] = builder
+            tables = None if key is None else builders.known(key, self._place)
+            if tables is None:
+                self._makers[name] = self.pending[name] = builders
             else:
-                self._tables[name] = self._in_memory(name, table)
-        if not self._tables:
-            pictures = self.open_pictures()
-            self._picture_shape = pictures.shape
-            return reader_of_source(pictures).prepared.survey
-        return self._survey_of_tables()
+                self._tables[name] = self._in_memory(name, tables)
+        if self._tables:
+            return self._survey_of_tables()
+        if seen:
+            return seen
+        pictures = self.open_pictures()
+        self._picture_shape = pictures.shape
+        return reader_of_source(pictures).prepared.survey
 
     def _survey_of_tables(self) -> Survey:
-        survey = next(iter(self._tables.values())).survey
+        tables = next(iter(self._tables.values()))
+        if self.sized:
+            return evolve(self._survey, undecodable=self._survey.undecodable | tables.undecodable)
+        survey = tables.tables[0].survey
         self._picture_shape = survey.shape
         return survey
 
@@ -168,7 +180,8 @@ class LatentReader(OfSource):
         survey = Survey(self._picture_shape)
         sizes = {name: len(self) * sum(column.nbytes for column in columns.values()) for name, columns in sides.items()}
         if all(self.encoders[name].stored(self.store).in_memory(size) for name, size in sizes.items()):
-            self._tables = latents_in_memory(samples, latents_of, survey)
+            tables = latents_in_memory(samples, latents_of, survey)
+            self._tables = {name: LatentTables([table]) for name, table in tables.items()}
         else:
             self._makers = dict(latents_of)
         return survey
@@ -203,22 +216,22 @@ class LatentReader(OfSource):
             self._samples = self.make_samples()
         return self._samples
 
-    def _table(self, builder: PictureTableBuilder) -> PictureTable:
-        key = self._key(builder.name)
+    def _made(self, builders: Builders) -> LatentTables:
+        key = self._key(builders.name)
         if key is None:
-            logger.warning("%s: the source has no fingerprint, so it is encoded in each run", builder.where)
-        table = builder.table(None if key is None else self._place(key))
-        return table if key is None else self._in_memory(builder.name, table)
+            where = f"data.encode.{builders.name}"
+            logger.warning("%s: the source has no fingerprint, so it is encoded in each run", where)
+        tables = builders.tables(key, self._place)
+        return tables if key is None else self._in_memory(builders.name, tables)
 
     def _place(self, key: tuple[Any, ...]) -> Path:
         return place_of(key, self.store.folder / "encoded")
 
-    def _in_memory(self, name: str, table: PictureTable) -> PictureTable:
-        """Return the table, in memory if the encoder's `store` says so."""
-        size = sum(column.nbytes for column in table.columns.values())
-        if self.encoders[name].stored(self.store).in_memory(size):
-            table.columns = {name: column.clone() for name, column in table.columns.items()}
-        return table
+    def _in_memory(self, name: str, tables: LatentTables) -> LatentTables:
+        """Return the tables, in memory if the encoder's `store` says so."""
+        if self.encoders[name].stored(self.store).in_memory(tables.num_bytes):
+            tables.load_into_memory()
+        return tables
 
     def _key(self, name: str) -> tuple[Any, ...] | None:
         """Return the facts on which latents of the encoder `name` depend; None if the source has no fingerprint."""
@@ -242,9 +255,33 @@ class LatentReader(OfSource):
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
+        if self.sized:
+            return self._latent_of(self._picture_shape)
         if INPUTS in self._tables:
-            return self._tables[INPUTS].shape
+            return self._tables[INPUTS].tables[0].shape
         return tuple(self.first.inputs.shape[1:])
+
+    @cached_property
+    def shapes(self) -> Sequence[tuple[int, ...]]:  # type: ignore[override]
+        return [self._latent_of(shape) for shape in self.sized.shapes] if self.sized else ()
+
+    def _latent_of(self, picture: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the inputs for a picture of this shape (c h w), of pictures in several sizes."""
+        assert self.sized is not None
+        if INPUTS not in self.encoders:
+            return picture
+        if INPUTS in self._tables:
+            shape, latent = self.sized.shapes[0], self._tables[INPUTS].tables[0].shape
+        else:
+            shape = self.sized.shapes[int(self.sized.numbers[0])]
+            latent = tuple(self.first.inputs.shape[1:])
+        if len(latent) != 3:
+            raise UserError(
+                f"encode.{INPUTS}: latents of {size_text(latent)} have no sides, as buckets need; leave buckets out"
+            )
+        channels, *sides = latent
+        scaled = zip(picture[1:], sides, shape[1:], strict=True)
+        return (channels, *(side * own // whole for side, own, whole in scaled))
 
     @cached_property
     def first(self) -> Batch:
@@ -278,6 +315,8 @@ class LatentReader(OfSource):
         """
         if self.is_encoded and INPUTS in self.encoders:
             return None
+        if self.sized:
+            return self.sized.originals
         common = None if self.is_encoded else common_size(self._survey, len(self))
         return reader_of_source(self.open_pictures()).sizes() if common is None else common
 
@@ -293,8 +332,9 @@ class LatentReader(OfSource):
         flipped = self._flipped(share, epoch)
         drawn = {name: self._drawn(name, share, flipped, epoch, batch) for name in self.encoders}
         conditions = self._conditions_of(share, batch)
+        picture = self._picture_shape if self.sized is None else self.sized.shapes[int(self.sized.numbers[share[0]])]
         for name, column in conditions.items():
-            if is_paired(column.shape[1:], self._picture_shape):  # an image, mirrored with its picture
+            if is_paired(column.shape[1:], picture):  # an image, mirrored with its picture
                 conditions[name] = _mirrored(column, flipped)
         if batch is not None and INPUTS not in drawn:
             drawn[INPUTS] = to_device(_mirrored(batch.inputs, flipped), self.device)
@@ -321,7 +361,8 @@ class LatentReader(OfSource):
 
     def _drawn(self, name: str, share: Tensor, flipped: Tensor, epoch: int | None, batch: Batch | None) -> Tensor:
         if name in self._tables:
-            columns, rows = self._tables[name].columns, share
+            table, rows = self._tables[name].at(share)
+            columns = table.columns
         else:
             columns, rows = self._sides_of(name, share, batch), torch.arange(len(share))
         values = columns[MEAN][rows, flipped].float()
@@ -332,8 +373,8 @@ class LatentReader(OfSource):
     def _sides_of(self, name: str, share: Tensor, batch: Batch | None) -> dict[str, Tensor]:
         """Return the latents of an encoder for both sides of the samples at `share`."""
         if name in self._tables:
-            columns = self._tables[name].columns
-            return {key: columns[key][share] for key in (MEAN, STD) if key in columns}
+            table, rows = self._tables[name].at(share)
+            return {key: table.columns[key][rows] for key in (MEAN, STD) if key in table.columns}
         assert batch is not None
         return self._makers[name].sides_of(batch)
 
@@ -359,15 +400,23 @@ class LatentReader(OfSource):
     def _conditions_of(self, share: Tensor, batch: Batch | None) -> dict[str, Tensor]:
         """Return the conditions that the source has."""
         if batch is None:
-            table = next(iter(self._tables.values()))
-            return {name: column[share] for name, column in table.conditions.items()}
+            table, rows = next(iter(self._tables.values())).at(share)
+            return {name: column[rows] for name, column in table.conditions.items()}
         return conditions_beside(batch, [m for m in self._makers.values() if isinstance(m, SourceLatents)])
 
     def parts(self, indices: Tensor) -> Iterator[LatentPart]:
         """Yield parts of the samples `indices`, in order, with their latents."""
-        for share, batch in self._read(torch.split(indices, _AT_ONCE)):
+        for share, batch in self._read(self._split(indices)):
             sides = {name: self._sides_of(name, share, batch) for name in self.encoders}
             yield LatentPart(share, sides, self._labels_of(share, batch), self._conditions_of(share, batch))
+
+    def _split(self, indices: Tensor) -> Sequence[Tensor]:
+        if self.sized is None:
+            return torch.split(indices, _AT_ONCE)
+        # One size a part, in the order of the samples.
+        ends = (self.sized.numbers[indices].diff() != 0).nonzero().flatten() + 1
+        runs = torch.tensor_split(indices, ends)
+        return [part for run in runs if len(run) for part in torch.split(run, _AT_ONCE)]
 
     def made(self, part: LatentPart) -> EncodedSamples:
         """Return the metadata of encoded samples in parts such as `part`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import cached_property
@@ -21,28 +20,28 @@ from hookdiff.data.rest import make_in_chunks
 from hookdiff.data.table import DTYPES, Column, load_if_sound, locked, read_table
 from hookdiff.disk.files import make_folder
 from hookdiff.encoding.encoded_samples import MEAN, STD, SourceLatents, check_finite
-from hookdiff.encoding.encoder import INPUTS, STORED, Encoded, PictureEncoder
-from hookdiff.encoding.encoder_output import EncoderOutput
+from hookdiff.encoding.encoder import INPUTS, STORED, PictureEncoder
+from hookdiff.encoding.picture_network import CHUNK, PictureNetwork
 from hookdiff.encoding.soundness import AT_ONCE, Soundness, few_of
 from hookdiff.errors import UserError
+from hookdiff.images.buckets import size_name
 from hookdiff.images.cache import facts_of, survey_of
+from hookdiff.images.sized import Sized
 from hookdiff.images.source_reader import reader_of_source
 from hookdiff.images.survey import Survey
 from hookdiff.images.transforms import size_text
-from hookdiff.machine.fitting import Fitting
 from hookdiff.machine.ranks import agree, first_rank_does, gathered_or_raised, num_ranks, rank
 from hookdiff.options.structure import structured
 from hookdiff.terminal.pace import paced
 
 logger = logging.getLogger("hookdiff")
 
-_CHUNK = 32  # pictures that are encoded together on any number of ranks, as the rounding depends on it
 _LABELS, _OF_SOURCE = "labels", "of source: "  # columns that the samples have beside the pictures
 
 
 @define(eq=False)
 class PictureTable:
-    """The latents of all samples from one encoder, with the labels and conditions of the source."""
+    """Latents of samples from one encoder, with the labels and conditions of the source."""
 
     columns: Mapping[str, Tensor]  # "mean" and maybe "std": n, sides (2: with mirror image), shape of a latent; float16
     survey: Survey  # of the pictures
@@ -64,6 +63,55 @@ class PictureTable:
         return {k.removeprefix(_OF_SOURCE): v for k, v in self.columns.items() if k.startswith(_OF_SOURCE)}
 
 
+@define(eq=False)
+class LatentTables:
+    """The latents of all samples from one encoder: one table, or a table for each size of the pictures."""
+
+    tables: Sequence[PictureTable]
+    sized: Sized | None = None
+    places: Tensor | None = None  # the row of each sample in the table of its size: n, int64
+
+    @classmethod
+    def of_sizes(cls, tables: Sequence[PictureTable], sized: Sized, rows: Sequence[Tensor]) -> LatentTables:
+        """Return `tables` with a row for each of the samples `rows`, one table and one entry of `rows` a size."""
+        places = torch.zeros(len(sized.numbers), dtype=torch.int64)
+        for own in rows:
+            places[own] = torch.arange(len(own))
+        return cls(tables, sized, places)
+
+    def at(self, share: Tensor) -> tuple[PictureTable, Tensor]:
+        """Return the table of the samples `share` (n, int64), which have one size, and their rows in it."""
+        if self.sized is None or self.places is None:
+            return self.tables[0], share
+        return self.tables[int(self.sized.numbers[share[0]])], self.places[share]
+
+    @property
+    def labels(self) -> Tensor | None:
+        """The labels in the items of the source: n, int64; None if the items have no labels."""
+        if self.sized is None or self.places is None or self.tables[0].labels is None:
+            return self.tables[0].labels
+        labels = torch.zeros_like(self.places)
+        for number, table in enumerate(self.tables):
+            own = self.sized.numbers == number
+            assert table.labels is not None
+            labels[own] = table.labels[self.places[own]]
+        return labels
+
+    @property
+    def undecodable(self) -> dict[int, str]:
+        """The samples whose pictures cannot be decoded, with the reason."""
+        return {index: text for table in self.tables for index, text in table.survey.undecodable.items()}
+
+    def load_into_memory(self) -> None:
+        """Copy the columns of all tables from their files into memory."""
+        for table in self.tables:
+            table.columns = {name: column.clone() for name, column in table.columns.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(column.nbytes for table in self.tables for column in table.columns.values())
+
+
 @define(frozen=True)
 class _Facts:
     shape: tuple[int, ...]  # of a picture
@@ -73,24 +121,26 @@ class _Facts:
 
 @define(eq=False, slots=False)
 class PictureTableBuilder:
-    """Encodes the pictures of a Feed and, if `flips`, their mirror images, into a PictureTable."""
+    """Encodes pictures of a Feed and, if `flips`, their mirror images, into a PictureTable."""
 
-    name: str  # of the encoder
-    encoder: PictureEncoder
+    encoding: PictureNetwork
     open_pictures: Callable[[], Feed]
     flips: bool
-    device: torch.device
-    num: int  # samples
-    network: Encoded | None = field(default=None, init=False)
-    returned: EncoderOutput = field(init=False)
-    _fitting: Fitting | None = field(default=None, init=False)
+    total: int  # samples of the source
+    rows: Tensor | None = None  # the samples of the table: n, int64; None: all
+    shape: tuple[int, ...] | None = None  # of their pictures, c h w; None: that of the Feed
+    looks: bool = True  # checks the encoder on a few samples, which may be all alike in a rare size
     _soundness: Soundness | None = field(default=None, init=False)
-    _tried: tuple[Batch, dict[str, Tensor]] | None = field(
-        default=None, init=False
-    )  # the first sample, and its latents
 
-    def __attrs_post_init__(self) -> None:
-        self.returned = EncoderOutput(self.where, self.encoder)
+    @property
+    def num(self) -> int:
+        """The rows of the table."""
+        return self.total if self.rows is None else len(self.rows)
+
+    @property
+    def where(self) -> str:
+        """The key of the encoder, for messages."""
+        return self.encoding.where
 
     def known(self, path: Path) -> PictureTable | None:
         """Return the table `path`; None if a rank does not find it. All ranks must call this.
@@ -131,7 +181,7 @@ class PictureTableBuilder:
         if agree(table is None):
             raise UserError(f"data.cache_dir: not all ranks find {path}; set a folder that all machines share")
         assert table is not None
-        if self._soundness is None:  # another run has made it
+        if self.looks and self._soundness is None:  # another run has made it
             self._report(table)
         return table
 
@@ -142,11 +192,12 @@ class PictureTableBuilder:
             UserError: for latents with a constant channel, or that are not finite.
         """
         pictures = self.open_pictures()
-        if rank() or self._soundness or not len(pictures.usable):
+        usable = pictures.usable if self.rows is None else self.rows
+        if rank() or self._soundness or not (self.looks and len(usable)):
             return
         parts, seen = list[dict[str, Tensor]](), list[Tensor]()
-        for batch in pictures.unaugmented(few_of(pictures.usable), AT_ONCE):
-            latents = self._columns(batch, torch.float32, False)
+        for batch in pictures.unaugmented(few_of(usable), AT_ONCE):
+            latents = self.encoding.columns(batch, torch.float32, False)
             check_finite(
                 self.where, {name: values.to(STORED) for name, values in latents.items()}, batch, pictures.describe
             )
@@ -155,11 +206,11 @@ class PictureTableBuilder:
         values = {name: torch.cat([part[name] for part in parts])[:, 0] for name in parts[0]}
         differ = any(bool((pixels != seen[0][:1]).any()) for pixels in seen)
         self._soundness = Soundness.of(values[MEAN], values.get(STD), differ)
-        self._soundness.report(self.name, self.encoder)
+        self._soundness.report(self.encoding.name, self.encoding.encoder)
 
     def _report(self, rows: PictureTable | None) -> None:
         if rows and rows.soundness:
-            rows.soundness.report(self.name, self.encoder)
+            rows.soundness.report(self.encoding.name, self.encoding.encoder)
 
     def _found(self, path: Path, report: bool = False) -> PictureTable | None:
         return load_if_sound(path, "table of encoded samples", self._read, report=report)
@@ -172,21 +223,21 @@ class PictureTableBuilder:
 
     def _rows_of(self, columns: Mapping[str, Tensor], facts: Mapping[str, Any]) -> PictureTable:
         about = structured(_Facts, facts)
-        return PictureTable(columns, survey_of(about.survey, about.shape, self.num), about.soundness)
+        return PictureTable(columns, survey_of(about.survey, about.shape, self.total), about.soundness)
 
     def _make(self, path: Path) -> None:
-        logger.info("data: encoding %s samples by %s into %s", f"{self.num:,}", self.where, path)
+        size = f" of {size_name(self.shape)}" if self.shape else ""
+        logger.info("data: encoding %s samples%s by %s into %s", f"{self.num:,}", size, self.where, path)
         columns = first_rank_does(self._sizes)  # before anything is encoded
         pictures = self.open_pictures()
-        of, origin = f"encoding by {self.where}", f"{type(pictures.samples).__name__} {pictures.describe(0)}"
-        make_in_chunks(path, columns, self._chunks, of, origin, self._encoded, self._facts)
-        self.network = None  # frees its memory for the training
+        origin = f"{type(pictures.samples).__name__} {pictures.describe(0)}{size}"
+        make_in_chunks(path, columns, self._chunks, f"encoding by {self.where}", origin, self._encoded, self._facts)
 
     def _sizes(self) -> dict[str, Column]:
         """Return the columns of the table."""
         pictures = self.open_pictures()
-        first = pictures.reader.first
-        rows = self.sides_of(first) | _beside(pictures, first)
+        first = pictures.reader.first if self.rows is None else next(pictures.unaugmented(self.rows[:1], 1))
+        rows = self.encoding.sides_of(first, self.flips) | _beside(pictures, first)
         sizes = {name: Column.of(column, self.num) for name, column in rows.items()}
         for name, column in sizes.items():
             if column.dtype not in DTYPES:
@@ -205,14 +256,13 @@ class PictureTableBuilder:
                 for number, values, missing in filter(None, gathered_or_raised(lambda: next(encoded, None))):
                     fill_rows(columns, self._chunks[number], values, self.num)
                     broken.append(missing)
-        self.network = None  # frees its memory for the training
         return self._rows_of(columns, self._facts(broken))
 
     @cached_property
     def _chunks(self) -> Sequence[Tensor]:
-        """The samples that are encoded together."""
-        usable = self.open_pictures().usable
-        return torch.split(usable, _CHUNK) if len(usable) else ()
+        """The rows that are encoded together."""
+        rows = self.open_pictures().usable if self.rows is None else torch.arange(len(self.rows))
+        return torch.split(rows, CHUNK) if len(rows) else ()
 
     def _encoded(self, numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor], list[int]]]:
         """Yield the columns of the chunks with these numbers, and their samples that cannot be decoded: zeros."""
@@ -220,90 +270,26 @@ class PictureTableBuilder:
         if not numbers:
             return
         pictures = self.open_pictures()
-        batches = pictures.unaugmented(torch.cat([self._chunks[number] for number in numbers]), _CHUNK)
-        for number, batch in zip(numbers, batches, strict=True):
+        samples = [chunk if self.rows is None else self.rows[chunk] for chunk in map(self._chunks.__getitem__, numbers)]
+        batches = pictures.unaugmented(torch.cat(samples), CHUNK)
+        for number, own, batch in zip(numbers, samples, batches, strict=True):
             assert batch.indices is not None
-            columns, there = self.sides_of(batch) | _beside(pictures, batch), batch.indices == self._chunks[number]
+            columns, there = self.encoding.sides_of(batch, self.flips) | _beside(pictures, batch), batch.indices == own
             for rows in columns.values():
                 rows[~there] = 0  # a replacement was read for each
-            yield number, columns, self._chunks[number][~there].tolist()
+            yield number, columns, own[~there].tolist()
 
     def _facts(self, broken: list[list[int]]) -> dict[str, Any]:
         """Return the facts about the pictures; those in `broken` cannot be decoded."""
         self.look()  # the chunks may all have been there
         pictures = self.open_pictures()
-        survey = reader_of_source(pictures).prepared.survey
+        survey, shape = reader_of_source(pictures).prepared.survey, self.shape or tuple(pictures.shape)
+        if self.rows is not None:  # the headers are in the table of sizes
+            survey = Survey(shape)
         others = {index: f"{pictures.describe(index)}: cannot be decoded" for part in broken for index in part}
         seen = facts_of(evolve(survey, undecodable=survey.undecodable | others))
-        facts: dict[str, Any] = cattrs.unstructure(_Facts(tuple(pictures.shape), seen, self._soundness))
-        return {**facts, "shape": list(pictures.shape)}
-
-    def open(self, shape: tuple[int, ...]) -> None:
-        """Load the network, and check that it takes pictures of `shape` (c h w), and returns such pictures.
-
-        Raises:
-            UserError: if the pictures do not fit the network.
-        """
-        if self.network is not None:
-            return
-        self.network = self.encoder.open(self.device)
-        blank = torch.zeros(1, *shape, device=self.device)
-        with torch.no_grad():
-            try:
-                latents = self.returned.of_pictures(self.network.encode(blank), 1)[MEAN]
-                back = self.network.decode(latents).shape[1:] if self.name == INPUTS else shape
-            except RuntimeError as error:  # raised by a layer
-                reason = str(error).partition("\n")[0]
-                raise UserError(f"{self.where}: it cannot encode pictures of {size_text(shape)}: {reason}") from None
-        if tuple(back) != tuple(shape):
-            factor = 2 ** round(math.log2(shape[-1] / latents.shape[-1]))
-            sides = sorted({max(1, shape[-1] // factor) * factor, -(-shape[-1] // factor) * factor})
-            raise UserError(
-                f"{self.where}: pictures of {size_text(shape)} come back as {size_text(back)}: data.image_size must be "
-                f"a multiple of {factor}; nearest: {' or '.join(map(str, sides))}"
-            )
-
-    @property
-    def where(self) -> str:
-        """The key of the encoder, for messages."""
-        return f"data.encode.{self.name}"
-
-    def sides_of(self, batch: Batch) -> dict[str, Tensor]:
-        """Return mean and deviation of the pictures of `batch`, and of their mirror images: n, sides, ..., float16.
-
-        Raises:
-            UserError: for a latent that is not finite.
-        """
-        if batch.indices is None:  # the first sample, which is asked for again and again
-            if self._tried is None or self._tried[0] is not batch:
-                self._tried = batch, self._sides(batch)
-            return dict(self._tried[1])
-        return self._sides(batch)
-
-    def _sides(self, batch: Batch) -> dict[str, Tensor]:
-        columns = self._columns(batch, STORED, self.flips)
-        check_finite(self.where, columns, batch, lambda index: self.open_pictures().describe(index))
-        return columns
-
-    def _columns(self, batch: Batch, dtype: torch.dtype, flips: bool) -> dict[str, Tensor]:
-        """Return mean and deviation of the pictures of `batch`, and if it `flips`, of their mirror images, on the CPU.
-
-        Both are n, sides, and the shape of a latent.
-        """
-        self.open(tuple(batch.inputs.shape[1:]))
-        network = self.network
-        assert network is not None
-
-        def encoded(part: range) -> dict[str, Tensor]:
-            pictures = batch.inputs[part.start : part.stop]
-            sides = [pictures, pictures.flip(-1)] if flips else [pictures]
-            with torch.no_grad():
-                latents = [self.returned.of_pictures(network.encode(side.to(self.device)), len(part)) for side in sides]
-                return {name: torch.stack([side[name] for side in latents], 1).to(dtype).cpu() for name in latents[0]}
-
-        self._fitting = self._fitting or Fitting(_CHUNK, self.device)
-        parts = [*self._fitting.parts(range(len(batch)), encoded)]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        facts: dict[str, Any] = cattrs.unstructure(_Facts(shape, seen, self._soundness))
+        return {**facts, "shape": list(shape)}
 
 
 def latents_in_memory(samples: Feed, makers: Mapping[str, SourceLatents], survey: Survey) -> dict[str, PictureTable]:

@@ -24,14 +24,18 @@ class TimeIds:
 
     sizes: Tensor  # of all pictures, height and width: n 2, int64
     transforms: Transforms
-    target: tuple[int, ...]  # height and width of a sample
+    targets: Tensor  # height and width of the picture of each sample: n 2, int64
 
     def of(self, indices: Tensor, seed: int, epoch: int | None) -> Tensor:
         """Return the numbers (n 6, float32) of the samples `indices` in `epoch`; None: without augmentation."""
-        sizes = self.sizes[indices]
-        cut = torch.tensor([self.transforms.corner(*size) for size in sizes.tolist()]).view(-1, 2)
-        places = cut + corners(self.transforms, indices, seed, epoch)
-        return torch.cat([sizes, places, torch.tensor(self.target).expand_as(sizes)], 1).float()
+        sizes, targets = self.sizes[indices], self.targets[indices]
+        several = self.transforms.has_sizes  # one size may be that of larger squares first, for random crops
+        cut = [
+            self.transforms.corner(height, width, (high, wide) if several else None)
+            for (height, width), (high, wide) in zip(sizes.tolist(), targets.tolist(), strict=True)
+        ]
+        places = torch.tensor(cut).view(-1, 2) + corners(self.transforms, indices, seed, epoch)
+        return torch.cat([sizes, places, targets], 1).float()
 
 
 def of_prompt(target: Sequence[int]) -> Tensor:

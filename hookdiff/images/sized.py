@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from attrs import define, evolve
 from torch import Tensor
 
 from hookdiff.data.source import AnySource
-from hookdiff.data.table import FORMAT, Column, load_or_make, read_table, save_table
+from hookdiff.data.table import FORMAT, Column, load_if_sound, load_or_make, read_table, save_table
 from hookdiff.images.buckets import cut_off
 from hookdiff.images.cache import facts_of, place_of, survey_of
 from hookdiff.images.items import ItemKeys, picture_in
@@ -55,16 +56,18 @@ class Sized:
         return ShapeOf(tuple(self.shapes), self.numbers.short().numpy(), originals)
 
 
-def look(source: AnySource, transforms: Transforms, keys: ItemKeys, skip: bool, folder: Any) -> tuple[Survey, Sized]:
+def look(
+    source: AnySource, transforms: Transforms, keys: ItemKeys, skip: bool, folder: Path, keep: bool
+) -> tuple[Survey, Sized]:
     """Return the survey of `source` and the size of each picture.
 
-    With a `folder`, the sizes are kept in a table there, and read from it the next time, if the source has a
-    fingerprint. Items without headers are read once.
+    If the source has a fingerprint, the sizes are read from a table in `folder`, which is made if they are to be kept.
+    Items without headers are read once.
 
     Raises:
         UserError: for pictures that cannot be used; it lists all of them.
     """
-    seen = _seen(source, transforms, keys, skip, folder)
+    seen = _seen(source, transforms, keys, skip, folder, keep)
     originals = seen.sizes
     assert originals is not None
     chosen, small = transforms.sized.chosen(originals.clamp(min=1))
@@ -84,13 +87,12 @@ def look(source: AnySource, transforms: Transforms, keys: ItemKeys, skip: bool, 
     return evolve(seen, shape=(channels, side, side)), Sized(shapes, numbers, originals, small)
 
 
-def _seen(source: AnySource, transforms: Transforms, keys: ItemKeys, skip: bool, folder: Any) -> Survey:
-    digest = source.fingerprint() if folder is not None else None
-    if digest is None:
+def _seen(source: AnySource, transforms: Transforms, keys: ItemKeys, skip: bool, folder: Path, keep: bool) -> Survey:
+    if (digest := source.fingerprint()) is None:
         return _read(source, transforms, keys, skip)
     path = place_of((FORMAT, _SIZES, source.kind, digest, keys), folder)
 
-    def make(path: Any) -> None:
+    def make(path: Path) -> None:
         seen = _read(source, transforms, keys, skip)
         sizes = seen.sizes
         assert sizes is not None
@@ -101,13 +103,18 @@ def _seen(source: AnySource, transforms: Transforms, keys: ItemKeys, skip: bool,
 
         save_table(path, {_SIZES: Column("int32", (len(source), 2))}, fill)
 
-    def load(path: Any) -> Survey:
+    def load(path: Path) -> Survey:
         facts, columns = read_table(path, len(source))
         if columns.keys() != {_SIZES} or columns[_SIZES].shape != (len(source), 2):
             raise ValueError("it is of other data")
         return evolve(survey_of(facts, (), len(source)), sizes=columns[_SIZES].long())
 
-    seen = load_or_make(path, "table of sizes", load, make)
+    if keep:
+        seen = load_or_make(path, "table of sizes", load, make)
+    elif (known := load_if_sound(path, "table of sizes", load)) is None:
+        return _read(source, transforms, keys, skip)
+    else:
+        seen = known
     refuse([*source.problems, *unreadable_problems([*seen.unreadable.values()], len(source), skip)])
     return seen
 

@@ -25,6 +25,7 @@ from hookdiff.images.augment import augment, center_crop
 from hookdiff.images.items import ItemKeys, read_item
 from hookdiff.images.loader import Loader, Workers, read_batch, read_image
 from hookdiff.images.shape_of import ShapeOf
+from hookdiff.images.sized import Sized
 from hookdiff.images.sizes import sizes_of
 from hookdiff.images.store import Prepared, Store, prepare
 from hookdiff.images.transforms import Transforms, size_text
@@ -109,7 +110,7 @@ class SourceReader(OfSource):
         self.prepared = prepare(self.source, self.transforms, self.store, self.keys)
         self.left_out, self.unreadable = self.prepared.left_out, set(self.prepared.survey.unreadable)
         super().__attrs_post_init__()
-        if sized := self.prepared.sized:
+        if sized := self.sized:
             self.shapes, self.shape_numbers = sized.shapes, sized.numbers
         if isinstance(self.prepared.samples, InMemory):
             self._kept = [MemoryReader(self.prepared.samples, self._finish)]
@@ -118,6 +119,11 @@ class SourceReader(OfSource):
                 places, rows = torch.zeros(len(self), dtype=torch.int64), sized.rows(number, self.unreadable)
                 places[rows] = torch.arange(len(rows))
                 self._kept.append(MemoryReader(part, self._finish, places=places))
+
+    @property
+    def sized(self) -> Sized | None:
+        """The sizes of the samples; None if all have one size."""
+        return self.prepared.sized
 
     @property
     def samples(self) -> InMemory | Images | Source:
@@ -228,7 +234,7 @@ class SourceReader(OfSource):
             logger.warning("data: %s cannot be read; another sample replaces it (%d so far)", name, count)
 
     def _loader(self, workers: int) -> Loader:
-        sized = self.prepared.sized
+        sized = self.sized
         if self.source.is_images:
             successors = torch.arange(len(self))
             for group, others in self._groups(self._parts):
@@ -253,7 +259,7 @@ class SourceReader(OfSource):
 
     def sizes(self) -> Tensor:
         """Return height and width of the pictures, before they are resized; see `sizes_of`."""
-        return sizes_of(self.source, self.prepared.survey, self.keys)
+        return self.sized.originals if self.sized else sizes_of(self.source, self.prepared.survey, self.keys)
 
     def close(self) -> None:
         while self._idle:

@@ -152,9 +152,9 @@ def _in_sizes(source: AnySource, transforms: Transforms, store: Store, keys: Ite
     if not len(source):
         raise UserError("the source has no samples; give one with samples to train on")
     if source.memory is not None:
-        raise UserError("buckets, or several sides in image_size: this source has pictures of one size; leave them out")
+        raise one_size()
     key = _key_on_disk(source, transforms) if on_disk and source.is_images else None
-    seen, sized = look(source, transforms, keys, skip, store.folder if on_disk else None)
+    seen, sized = look(source, transforms, keys, skip, store.folder, keep=on_disk)
     if not source.is_images:
         _check_items(source, store)
         return Prepared(source.items, survey=seen, sized=sized)
@@ -173,6 +173,11 @@ def _in_sizes(source: AnySource, transforms: Transforms, store: Store, keys: Ite
         kept.append(InMemory(pixels, None if source.labels is None else source.labels[own]))
     left_out = _left_out(source, seen, skip)
     return Prepared(source.origin, place, seen, store.folder if key else None, left_out, sized, kept)
+
+
+def one_size() -> UserError:
+    """Return the error about several sizes of samples for a source in memory."""
+    return UserError("buckets, or several sides in image_size: this source has pictures of one size; leave them out")
 
 
 def _key_on_disk(source: AnySource, transforms: Transforms) -> tuple[Any, ...]:

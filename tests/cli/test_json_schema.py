@@ -12,8 +12,8 @@ import pytest
 import tomli
 
 from hookdiff import load_config
-from hookdiff.cli.schema import FILE
 from hookdiff.cli.json_schema import config_schema
+from hookdiff.cli.schema import FILE
 from hookdiff.options.structure import hints_of
 from tests.conftest import check_refused, mostly_wide, output
 from tests.experiment.test_refusals import BASE, OWN, TABLES, Table, beside_limits, every_table, misspelt, of_wrong_type

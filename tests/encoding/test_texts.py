@@ -479,12 +479,13 @@ def test_a_run_with_captions_resumes_and_samples_without_its_data(path: Path, tm
         assert torch.equal(run.loop.objective.without({"text": torch.zeros(1, 8, 2)})["text"][0], letters(""))  # type: ignore[attr-defined]
 
 
-def assert_ranks_train_as_one(path: Path, tmp_path: Path) -> None:
-    """Train as a config says, on this process and on two ranks."""
+def assert_ranks_train_as_one(path: Path, tmp_path: Path) -> float:
+    """Train as a config says, on this process and on two ranks, and return the loss."""
     path = edited(path, "[sampling]", '[optimizer]\nuse = "adamw"\n\n[sampling]')
     alone = train_config({"path": path, "plugins": (), "out": tmp_path / "alone"})
     both = done(tmp_path, 2, train_config, {"path": path, "plugins": ("ddp",), "out": tmp_path / "both"})
     assert (alone["step"], both["step"], both["loss"]) == (10, 10, pytest.approx(alone["loss"], rel=1e-5))
+    return float(alone["loss"])
 
 
 @pytest.mark.wide

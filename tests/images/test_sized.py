@@ -13,8 +13,7 @@ from PIL import Image
 
 from hookdiff import UserError
 from hookdiff.data import Feed
-from hookdiff.images import Folder, Store, Transforms, feed_of
-from hookdiff.images import sized as sized_module
+from hookdiff.images import Folder, Store, Transforms, feed_of, sized as sized_module
 
 SIDES = [(40, 90), (90, 40), (50, 50), (41, 93), (100, 100), (300, 300), (48, 64)]  # width, height
 
