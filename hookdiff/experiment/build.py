@@ -36,6 +36,7 @@ from hookdiff.experiment.machine_choices import filled_in, is_channels_last, pre
 from hookdiff.experiment.optimizers import build_optimizers
 from hookdiff.experiment.own_runs import is_remembered, remember
 from hookdiff.experiment.part import Part
+from hookdiff.experiment.sizes import check_sizes
 from hookdiff.images.item_texts import with_texts
 from hookdiff.images.items import ItemKeys
 from hookdiff.images.loader import Workers
@@ -470,17 +471,24 @@ def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusi
     asked, known = num_classes_of(model), feed.num_classes or 0
     if 0 < asked < known:
         raise ConfigError(f"{part.where}: {part.use} has num_classes = {asked}; set {known}, as in the data")
-    try:
-        conditions = objective.named(objective.given(feed.blank(2))) if objective.conditions else {}
+    times = time_dtype(objective)
+
+    def attempt(shape: Sequence[int], trains: bool = trains) -> None:
+        blank = feed.blank(2, shape)
+        conditions = objective.named(objective.given(blank)) if objective.conditions else {}
         labels = bool(objective.conditional)
-        check_forward(
-            model, feed.shape, labels=labels, times=time_dtype(objective), conditions=conditions, trains=trains
-        )
+        check_forward(model, shape, labels=labels, times=times, conditions=conditions, trains=trains)
+
+    try:
+        attempt(feed.shape)
     except ValueError as error:
         differing = [f"{k} = {v}" for k, v in _facts(feed.shape).items() if part.arguments.get(k, v) != v]
         what = "latents have" if feed.codec else "data has"
         likely = f"; the {what} {', '.join(differing)}" if differing else ""
         raise ConfigError(f"{part.where}: {part.use} {error}{likely}") from error
+    if feed.by_shape:
+        with _problems_of(part.where):
+            check_sizes(part.use, feed, partial(attempt, trains=False))
 
 
 def fit_to_model(config: Config, model: nn.Module) -> Config:

@@ -22,8 +22,8 @@ class Compile:
     """Compiles the model with torch.compile, in place: names in checkpoints and addresses in memory do not change.
 
     torch compiles once for training and once for sampling, and again for batches of a second size, unless `dynamic`
-    is true. Code that cannot be compiled runs uncompiled. A compiler that is missing or broken ends the run
-    before its first step.
+    is true. Samples of several shapes cost at most one compilation a shape. Code that cannot be compiled runs
+    uncompiled. A compiler that is missing or broken ends the run before its first step.
     """
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = field(
@@ -58,6 +58,9 @@ class Compile:
         with self._one_message():  # the model is compiled at its first call, too late to report a missing compiler
             try_compiler(loop.device, **options)
         blocks = modules_named(loop.model, self.blocks, "plugins.compile.blocks")
+        # After 8 compilations of the same code, torch would run it uncompiled.
+        limit = torch._dynamo.config.recompile_limit + 2 * len(loop.feed.shapes)  # training, and sampling
+        loop.resources.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
         for module in blocks.values() or (loop.model,):
             module.compile(**options)
         logger.info("compile: the first step takes longer, a minute or more for a large model")

@@ -1,6 +1,7 @@
 """The plugin `cuda_graphs`."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -28,26 +29,31 @@ class CudaGraphs:
     update, and the host reads the flag afterwards, in the only wait of the step. If a plugin must run on the host
     before the update, only the passes are replayed, and the host makes the update. The log names the plugin.
 
-    Batches of another size, and steps in micro-batches, run without a recording. On other devices than CUDA the
-    plugin does nothing.
+    Samples of several shapes have a recording for each shape, and each recording keeps gradients of its own. Batches of
+    another size, and steps in micro-batches, run without a recording. On other devices than CUDA the plugin does
+    nothing.
     """
 
     warmup: int = field(
         default=3,
         validator=ge(1),
-        metadata=about("steps before the recording, in which compilers and kernels choose fast variants", "steps"),
+        metadata=about(
+            "steps of a shape before its recording, in which compilers and kernels choose fast variants", "steps"
+        ),
     )
     _recorder: Recorder | None = field(default=None, init=False)
     _parts: list[DevicePart] | None = field(default=None, init=False)  # None: the host makes the updates
     _in_passes: list[str] = field(factory=list, init=False)  # plugins that may need the host for a whole step
     _in_between: list[str] = field(factory=list, init=False)  # plugins that may need the host before the update
     _batch: Batch | None = field(default=None, init=False)  # of the current step, before its passes
-    _seen: int = field(default=0, init=False)  # steps since the last recording was dropped
-    _step: RecordedStep | None = field(default=None, init=False)
+    # By the shape of a sample: the steps since the last recording was dropped, and the recordings.
+    _seen: Counter[torch.Size] = field(factory=Counter, init=False)
+    _steps: dict[torch.Size, RecordedStep] = field(factory=dict, init=False)
 
     @hookimpl(trylast=True)
     def on_start(self, loop: Loop) -> None:
-        self._step, self._recorder, self._seen = None, recorder_for(loop.device), 0
+        self._drop()
+        self._recorder = recorder_for(loop.device)
         if self._recorder is None:
             logger.info("cuda_graphs: a %s has no CUDA graphs, so the plugin does nothing", loop.device.type)
             return
@@ -95,6 +101,9 @@ class CudaGraphs:
         impls = [impl for hook in hooks for impl in loop.plugins.order(hook) if impl.plugin is not self]
         return list(dict.fromkeys(impl.plugin_name for impl in impls if impl.plugin_name in loop.plugins))
 
+    def _drop(self) -> None:
+        self._steps, self._seen = {}, Counter()
+
     @hookimpl(trylast=True)
     def before_step(self, batch: Batch) -> None:
         self._batch = batch
@@ -106,11 +115,12 @@ class CudaGraphs:
             return PASS
         if any(loop.plugins.ask(name, "needs_host", loop=loop) for name in self._in_passes):
             return PASS
-        self._seen += 1
-        if self._seen <= self.warmup:
+        shape = batch.inputs.shape[1:]
+        self._seen[shape] += 1
+        if self._seen[shape] <= self.warmup:
             with self._recorder.aside():
                 return loop.run_pass(batch)
-        step = self._step or self._record(loop, batch, self._recorder)
+        step = self._steps.get(shape) or self._record(loop, batch, self._recorder)
         if step.key != key_of(loop, batch):
             return PASS
         is_between = any(loop.plugins.ask(name, "needs_host", loop=loop) for name in self._in_between)
@@ -118,7 +128,7 @@ class CudaGraphs:
 
     def _record(self, loop: Loop, batch: Batch, recorder: Recorder) -> RecordedStep:
         try:
-            self._step = step = RecordedStep(loop, batch, self._parts, recorder)
+            step = self._steps[batch.inputs.shape[1:]] = RecordedStep(loop, batch, self._parts, recorder)
         except RuntimeError as error:
             first = error  # the end of the recording fails, too, with a worse message
             while isinstance(first.__context__, RuntimeError):
@@ -139,6 +149,6 @@ class CudaGraphs:
     @hookimpl
     def on_nan(self, loop: Loop, report: NonFinite) -> None:
         # A rollback gives the optimizer new tensors, at other addresses.
-        self._step, self._seen = None, 0
+        self._drop()
         if self._recorder is not None:
             self._recorder.renew()

@@ -10,7 +10,10 @@ import torch
 
 
 class Recorder:
-    """Records CUDA graphs that share their memory, so they must be replayed in the order of recording."""
+    """Records CUDA graphs that share their memory: a replay overwrites the temporary tensors of all other recordings.
+
+    Two recordings that belong together, the passes and the update of a step, are replayed one right after the other.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

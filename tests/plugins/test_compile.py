@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdiff import ConfigError, SampleRequest, UserError, load_config
+from hookdiff import ConfigError, Feed, SampleRequest, UserError, load_config
 from hookdiff.experiment.probe import try_config
 from hookdiff.models.compiler import compiled
 from hookdiff.testing import assert_resumes, assert_same, toy_loop, toy_model, weights
@@ -15,6 +15,7 @@ from hookdiff_checkpoint import Checkpoint
 from hookdiff_compile import Compile
 from hookdiff_ema import EMA
 from tests.conftest import check_facts, finish, refused, toy_run, wide
+from tests.data.test_shape_order import Shaped
 from tests.forked import python
 
 
@@ -52,6 +53,17 @@ class Net(nn.Sequential):
         return x
 
 
+class Image(nn.Module):
+    """A net for images of any size."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Conv2d(1, 1, 3, padding=1)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
 def net(**options):
     return Net(*toy_model(**options))
 
@@ -68,6 +80,21 @@ def test_compiled_training_gives_the_same_weights_and_names():
     assert list(compiled.model.state_dict()) == list(toy_model().state_dict())
     assert_same(weights(compiled), weights(plain))
     assert type(compiled.model) is Net
+
+
+@pytest.mark.parametrize(("dynamic", "most"), [(False, 12), (None, 4)])
+def test_each_shape_of_samples_is_compiled_at_most_once(dynamic, most):
+    counter, shapes = Counter(), set()
+
+    def objective(net, batch):
+        shapes.add(batch.inputs.shape[1:])
+        return net(batch.inputs).square().mean()
+
+    options = {"model": Image(), "objective": objective, "data": Feed(Shaped([8] * 12)), "epochs": 3}
+    toy_run({"compile": Compile(backend=registered(counter), dynamic=dynamic)}, **options)
+    assert len(shapes) == 12
+    assert 1 < counter.graphs - 1 <= most  # without the trial of the backend
+    assert torch._dynamo.config.recompile_limit == 8  # as before
 
 
 def test_sampling_with_an_average_leaves_the_compiled_model_as_it_was():

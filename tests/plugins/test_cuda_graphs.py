@@ -27,6 +27,7 @@ from hookdiff_cuda_graphs import CudaGraphs
 from hookdiff_muon import muon
 from hookdiff_networks import DiT, UNet
 from tests.conftest import Logged, acting, check_facts, outcomes, ran, refused, toy_run, two_ranks, wide
+from tests.data.test_shape_order import Shaped
 from tests.replayed import CpuRecorder
 
 WARMUP, STEPS = 3, 20
@@ -142,6 +143,22 @@ def test_networks_and_optimizers_of_real_runs(device, recorder, network, optimiz
     assert recorder.num_replays == [5, 5]
     # Where a gradient is near 0, AdamW magnifies its rounding: allow a hundredth of an update at this rate.
     assert_close(*loops, atol=1e-5)
+
+
+def test_each_shape_of_samples_has_a_recording(device, recorder):
+    def objective(net, batch):
+        return (net(batch.inputs / 40) - 1).square().mean()
+
+    torch.manual_seed(0)
+    nets = [nn.Conv2d(1, 1, 3, padding=1).to(device) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    loops = [
+        ran(toy(device, given, model=net, objective=objective, data=Feed(Shaped([24, 16, 8]))))
+        for net, given in zip(nets, (plugins(cuda_graphs=graphs()), plugins()), strict=True)
+    ]
+    assert recorder.num_replays == [STEPS - 3 * WARMUP] * 2
+    assert len(loops[0].plugins["cuda_graphs"]._steps) == 3
+    assert_close(*loops)
 
 
 def test_a_replayed_step_makes_the_host_wait_once(device, recorder):
