@@ -42,7 +42,14 @@ from .solvers import (
     Heun as Heun,
     Solver as Solver,
 )
-from .spacing import Karras as Karras, Leading as Leading, Shifted as Shifted, Spacing as Spacing, Trailing as Trailing
+from .spacing import (
+    Karras as Karras,
+    Leading as Leading,
+    Shifted as Shifted,
+    ShiftedBy as ShiftedBy,
+    Spacing as Spacing,
+    Trailing as Trailing,
+)
 from .times import LogitNormal as LogitNormal, LogNormal as LogNormal, Times as Times, UniformTimes as UniformTimes
 from .weighting import (
     P2 as P2,

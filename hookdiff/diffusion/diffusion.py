@@ -221,17 +221,18 @@ class Diffusion(Objective):
         """Return `batch` with the random draws of this step in `draws`, on the device of the inputs.
 
         `noise` is standard normal, float32, of the shape of the inputs. `timesteps` (n) are times of the process: int64
-        in 0..T-1, or float32. `labels` (if the objective is conditional) and the conditions come from the
-        batch; in some samples, `without` replaces them. Numbers are drawn on the generator's device, so a CPU generator
-        gives the same numbers for every device. They are drawn for all samples of the step, also on other
-        ranks, so that a sample gets the same numbers on any number of ranks.
+        in 0..T-1, or float32; their distribution may depend on the shape. `labels` (if the objective is conditional)
+        and the conditions come from the batch; in some samples, `without` replaces them. Numbers are drawn on the
+        generator's device, so a CPU generator gives the same numbers for every device. They are drawn for all samples
+        of the step, also on other ranks, so that a sample gets the same numbers on any number of ranks.
 
         Raises:
-            ValueError: if the batch has no labels for a conditional objective, or lacks one of the conditions.
+            ValueError: if the batch has no labels for a conditional objective, or lacks one of the conditions, or if
+                the process does not fit the shape of the inputs.
         """
         shape, device, where = (batch.total, *batch.inputs.shape[1:]), batch.inputs.device, generator.device
         noise = batch.own(torch.randn(shape, generator=generator, device=where, dtype=torch.float32))
-        times = batch.own(self.times.draw(self.process, batch.total, generator))
+        times = batch.own(self.times.draw(self.process.for_shape(shape[1:]), batch.total, generator))
         drawn = {"noise": to_device(noise, device), "timesteps": to_device(times, device)}
         if given := self.given(batch):
             dropped = {}

@@ -2,19 +2,19 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from attrs.validators import ge, gt, le
 from torch import Tensor
 
 from hookdiff.diffusion.schedules import Cosine, Linear, NoiseSchedule, Schedule, rescale_betas_zero_snr
 from hookdiff.options.choices import Choice, chosen
-from hookdiff.options.fields import about
+from hookdiff.options.fields import about, between
 
 _TINY = 2.0**-25  # half the distance between neighbouring float32 numbers that torch draws from [0, 1)
 _MOST_LEFT = 0.05  # largest share of the image's variance at the last timestep, where sampling starts from pure noise
@@ -110,6 +110,16 @@ class Process(Choice, ABC):
     @abstractmethod
     def at(self, ratio: float) -> Point:
         """Return the point at which sigma / alpha is `ratio`, above 0 and finite."""
+
+    def for_shape(self, shape: Sequence[int]) -> "Process":
+        """Return the process that draws the times, and chooses the points, for one input of `shape`, such as c h w.
+
+        Rates and times of the network must be the same for every shape. Default: this process, for every shape.
+
+        Raises:
+            ValueError: naming an option, if it does not fit such inputs.
+        """
+        return self
 
     def trailing(self, steps: int) -> list[Point]:
         """Return `steps` points at equal distances in time, noisiest first, without the clean image.
@@ -233,11 +243,22 @@ class Flow(Process):
     """x_t = (1 - t) x0 + t noise for t from 0 (image) to 1 (noise): Liu et al. 2022 (arXiv 2209.03003).
 
     A `shift` above 1 moves times towards the noise. Large images need it, because their neighbouring pixels are similar
-    (Esser et al. 2024, arXiv 2403.03206).
+    (Esser et al. 2024, arXiv 2403.03206). With `shift_side` the shift follows the size of the input: for height h and
+    width w it is `shift` sqrt(h w) / `shift_side`. That is `shift`, and then the shift sqrt(m / n) of eq. 23 there,
+    from the n pixels of a square with this side to m = h w pixels.
     """
 
     shift: float = field(
         default=1.0, validator=gt(0), metadata=about("k: t becomes k t / (1 + (k - 1) t); above 1 for large images")
+    )
+    shift_side: float | None = field(
+        default=None,
+        kw_only=True,
+        validator=between(0, math.inf, open_ends=True),
+        metadata=about(
+            "side of the square inputs of the network, pixels or latents, for which `shift` holds; for height h and "
+            "width w it is multiplied by sqrt(h w) / shift_side; default: the same shift for all sizes"
+        ),
     )
     time_scale: float = field(default=1000.0, validator=gt(0), metadata=about("the network gets t times this"))
 
@@ -249,7 +270,20 @@ class Flow(Process):
     @property
     def default_spacing(self) -> Mapping[str, Any]:
         # More steps at much noise: a tenth closer to real images with 20 and 50 steps, see benchmarks/quality.py.
+        if self.shift_side:
+            return {"use": "shifted_by", "factor": 3.0}
         return {"use": "shifted", "shift": 3 * self.shift}
+
+    def for_shape(self, shape: Sequence[int]) -> "Flow":
+        if self.shift_side is None:
+            return self
+        if len(shape) != 3:
+            raise ValueError(
+                "'process.shift_side' needs images or latents of shape c h w, and these inputs have the shape "
+                f"{tuple(shape)}; remove the key"
+            )
+        _, height, width = shape
+        return evolve(self, shift=self.shift * (math.sqrt(height * width) / self.shift_side), shift_side=None)
 
     def shifted(self, time: Tensor) -> Tensor:
         """Return k t / (1 + (k - 1) t)."""

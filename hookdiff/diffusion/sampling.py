@@ -57,7 +57,7 @@ class Sampling(Sampler):
         converter=converters.optional(chosen[Spacing]),
         metadata=about(
             'noise levels of the steps; default: "shifted" by three times the shift of the training with process '
-            '"flow", "karras" with "edm", else "trailing"'
+            '"flow", or "shifted_by" three with a `shift_side`; "karras" with "edm", else "trailing"'
         ),
     )
     clipping: Clipping | None = field(
@@ -157,7 +157,7 @@ class Sampling(Sampler):
         """
         diffusion = _diffusion_of(diffusion)
         solver, steps, _, clipping = self._parts(diffusion.process)
-        points = self.points(diffusion)
+        points = self.points(diffusion, shape)
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"{dtype} would round small steps away: use float32, and autocast in the net")
         results = torch.empty(len(generators), *shape, device=device, dtype=dtype)
@@ -213,8 +213,11 @@ class Sampling(Sampler):
                 results[rows] = x.clamp(-1, 1) if clipping.clips else x  # denormalize has rounded
         return results
 
-    def points(self, diffusion: Diffusion) -> list[Point]:
+    def points(self, diffusion: Diffusion, shape: Sequence[int] | None = None) -> list[Point]:
         """Return the points that a chain visits, noisiest first, without the clean image.
+
+        They are those for images of `shape`, c h w, if the process depends on it. Default: those of the process itself,
+        as for images of its `shift_side`.
 
         Raises:
             ValueError: naming the key, for options that do not fit `diffusion`.
@@ -222,7 +225,8 @@ class Sampling(Sampler):
         sampler, steps, spacing, _ = self._parts(diffusion.process)
         sampler.check(diffusion.process)
         self.guidance.check(diffusion)
-        return spacing.points(diffusion.process, steps)
+        process = diffusion.process if shape is None else diffusion.process.for_shape(shape)
+        return spacing.points(process, steps)
 
 
 def _diffusion_of(objective: LossFunction) -> Diffusion:

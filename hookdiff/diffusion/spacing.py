@@ -78,9 +78,27 @@ class Shifted(Spacing):
     shift: float = field(validator=gt(0), metadata=about("required; k: t becomes k t / (1 + (k - 1) t)"))
 
     def points(self, process: Process, steps: int) -> list[Point]:
-        if not isinstance(process, Flow):
-            raise ValueError(f"'spacing' cannot be 'shifted' for process {process.use!r}, only 'flow'; use 'trailing'")
-        return evolve(process, shift=self.shift).trailing(steps)
+        return evolve(_flow(process, self), shift=self.shift).trailing(steps)
+
+
+@define(frozen=True)
+class ShiftedBy(Spacing):
+    """Equal distances in time of process "flow", with a multiple of the shift in training.
+
+    If that shift depends on the shape of the images (`shift_side`), so does this one.
+    """
+
+    factor: float = field(default=3.0, validator=gt(0), metadata=about("k is the shift in training times this"))
+
+    def points(self, process: Process, steps: int) -> list[Point]:
+        flow = _flow(process, self)
+        return evolve(flow, shift=self.factor * flow.shift).trailing(steps)
+
+
+def _flow(process: Process, spacing: Spacing) -> Flow:
+    if isinstance(process, Flow):
+        return process
+    raise ValueError(f"'spacing' cannot be {spacing.use!r} for process {process.use!r}, only 'flow'; use 'trailing'")
 
 
 def karras_sigmas(steps: int, sigma_min: float, sigma_max: float, rho: float = 7.0) -> list[float]:
@@ -92,4 +110,10 @@ def karras_sigmas(steps: int, sigma_min: float, sigma_max: float, rho: float = 7
     return [sigma_max, *inner, sigma_min]  # the ends exactly
 
 
-Spacing.known = {"trailing": Trailing, "leading": Leading, "karras": Karras, "shifted": Shifted}
+Spacing.known = {
+    "trailing": Trailing,
+    "leading": Leading,
+    "karras": Karras,
+    "shifted": Shifted,
+    "shifted_by": ShiftedBy,
+}

@@ -507,10 +507,10 @@ def build_objective(config: Config, feed: Feed) -> tuple[Diffusion, Sampling]:
     """Make the objective and the sampler; raises ConfigError unless they fit each other and the data."""
     with _problems_of("diffusion"):
         objective: Diffusion = config.diffusion.build().bind(feed.nothing)
+        objective.normalize(torch.zeros(1, *feed.shape))
+        objective.process.for_shape(feed.shape)
     if objective.conditional:
         _check_labels(config, feed)
-    with _problems_of("diffusion"):
-        objective.normalize(torch.zeros(1, *feed.shape))
     if objective.conditions:
         with _problems_of("diffusion.conditions"):
             objective.given(feed.blank(1))

@@ -4,7 +4,8 @@ The schedulers have the options of diffusers 0.42. A sampler that no scheduler r
 would differ from the images of the run.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from attrs import asdict, define, evolve, field
@@ -28,6 +29,7 @@ class Equivalent:
     step: Mapping[str, Any] = field(factory=dict)  # arguments of each step
     pipeline: str | None = None  # class that makes these calls, for a UNet2DModel of pictures without classes
     scales: bool = False  # the scheduler scales the noise and the inputs of the network
+    remark: str = ""  # for the code that makes these calls, in one line
     guidance: Any = None  # of the run
 
 
@@ -46,7 +48,7 @@ def equivalent_of(loop: Loop) -> Equivalent:
     kinds: dict[type, Callable[[Any, Any], Equivalent]] = {
         parts.VP: _with_timesteps,
         parts.DDPMProcess: _with_timesteps,
-        parts.Flow: _flow,
+        parts.Flow: partial(_flow, loop.feed.shape),
         parts.EDM: _edm,
     }
     return evolve(kinds[type(objective.process)](objective, sampling.fit(objective)), guidance=sampling.guidance)
@@ -106,16 +108,24 @@ def _with_timesteps(objective: Diffusion, sampling: Any) -> Equivalent:
     return Equivalent("DPMSolverMultistepScheduler", options, times, pipeline="DDPMPipeline")
 
 
-def _flow(objective: Diffusion, sampling: Any) -> Equivalent:
+def _flow(shape: Sequence[int], objective: Diffusion, sampling: Any) -> Equivalent:
     process: Any = objective.process
     scale, spacing = process.time_scale, sampling.spacing
-    _check_free(objective, sampling, parts.FlowPrediction, (parts.Trailing, parts.Shifted))
+    _check_free(objective, sampling, parts.FlowPrediction, (parts.Trailing, parts.Shifted, parts.ShiftedBy))
     if scale != int(scale):
         raise _refusal("diffusion.process.time_scale", scale, "diffusers takes only whole numbers", OTHERWISE)
-    shift = spacing.shift if type(spacing) is parts.Shifted else process.shift
+    factor = spacing.factor if type(spacing) is parts.ShiftedBy else 1.0
+    is_constant = type(spacing) is parts.Shifted
+    shift = spacing.shift if is_constant else factor * process.for_shape(shape).shift
+    remark = ""
+    if process.shift_side and not is_constant:
+        followed = f"{factor * process.shift:g} * (height * width) ** 0.5 / {process.shift_side:g}"
+        size = " x ".join(map(str, shape[1:]))
+        remark = f"the scheduler has the shift for x of {size}; for other sizes: scheduler.set_shift({followed})"
     # The times of the scheduler would end at 1 / time_scale, and not at 1 / steps.
     times = f"sigmas=[1 - i / {sampling.steps} for i in range({sampling.steps})]"
-    return Equivalent("FlowMatchEulerDiscreteScheduler", {"num_train_timesteps": int(scale), "shift": shift}, times)
+    options = {"num_train_timesteps": int(scale), "shift": shift}
+    return Equivalent("FlowMatchEulerDiscreteScheduler", options, times, remark=remark)
 
 
 def _edm(objective: Diffusion, sampling: Any) -> Equivalent:

@@ -168,11 +168,13 @@ def _own_loop(loop: Loop, out: Path, name: str, sampling: Equivalent, vae: Any, 
 
     opened = [("model", type(model).__name__, name), ("scheduler", sampling.scheduler, "scheduler")]
     opened += [] if vae is None else [("vae", type(vae).__name__, "vae")]
+    remark = f"  # {sampling.remark}\n" if sampling.remark else ""
     lines = [f"  {key} = {kind}.from_pretrained({str(out)!r}, subfolder={at!r})\n" for key, kind, at in opened]
     return (
         "diffusers has no pipeline that makes these images; in a loop of your own:\n"
         f"{''.join(lines)}"
         f"{textwrap.indent(texts.code, '  ')}"
+        f"{remark}"
         f"  scheduler.set_timesteps({sampling.times})\n"
         f"  x = {start if sampling.scales else 'noise'}\n"
         f"  for t in scheduler.timesteps:\n"

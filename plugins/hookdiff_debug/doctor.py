@@ -51,6 +51,7 @@ class Report:
 class _Portrait:
     """Outputs and errors of a network, with its own weights and with their average, if there is one."""
 
+    shape: Sequence[int]  # of an input on which it was measured, such as c h w
     outputs: Outputs | None
     samples: Tensor
     drawn: Panel
@@ -91,9 +92,9 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
         portrait = portrait or _portray(loop)
     trained = before >= _TRAINED
     assert isinstance(loop.objective, Diffusion)
-    times = measure.measure_times(loop.objective)
+    times = measure.measure_times(loop.objective, portrait.shape)
     findings, network = (
-        _of_data(loop, trial, times),
+        _of_data(loop, trial, times, portrait.shape),
         _of_network(trial, start, portrait, times, run is not None, trained),
     )
     findings |= checks.following(network, checks.cause(findings | network))
@@ -118,7 +119,7 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
     return Report(findings, trial, before, strip)
 
 
-def _of_data(loop: Loop, trial: Trial, times: Sequence[Drawn]) -> dict[str, Finding]:
+def _of_data(loop: Loop, trial: Trial, times: Sequence[Drawn], shape: Sequence[int]) -> dict[str, Finding]:
     objective = loop.objective
     assert isinstance(objective, Diffusion)
     sigma_data = objective.prediction.sigma_data or objective.weighting.sigma_data
@@ -128,8 +129,8 @@ def _of_data(loop: Loop, trial: Trial, times: Sequence[Drawn]) -> dict[str, Find
         labels = loop.feed.labels[loop.feed.training]
         unknown = int((labels < 0).sum())
         counts = torch.bincount(labels[labels >= 0], minlength=loop.feed.num_classes or 0).tolist()
-    fractions = torch.linspace(1e-6, 1 - 1e-6, 101)
-    *_, log_snr = objective.process.rates(objective.process.from_fraction(fractions), 1)
+    process = objective.process.for_shape(shape)
+    *_, log_snr = process.rates(process.from_fraction(torch.linspace(1e-6, 1 - 1e-6, 101)), 1)
     # If the images have the wrong scale, the schedule is not to blame.
     std = trial.inputs.scaled_std if inputs.severity == "ok" else 1.0
     return {
@@ -198,7 +199,7 @@ def _portray(loop: Loop) -> _Portrait:
     steps = min(sampler.fit(objective).steps or 0, _SAMPLER_STEPS)
     with loop.using(sampler=evolve(sampler, steps=steps)):
         samples = loop.sample(SampleRequest(_MADE, raw=True)).images.float().cpu()
-    return _Portrait(outputs, samples, drawn, levels, average, averaged)
+    return _Portrait(batch.inputs.shape[1:], outputs, samples, drawn, levels, average, averaged)
 
 
 @contextmanager

@@ -208,9 +208,9 @@ def level_points(process: Any) -> list[Point]:
     return [Point(*row) for row in rows]
 
 
-def measure_times(diffusion: Diffusion) -> list[Drawn]:
-    """Return how often the noise levels around each of `LEVELS` are among `DRAWS` times of a training."""
-    process = diffusion.process
+def measure_times(diffusion: Diffusion, shape: Sequence[int]) -> list[Drawn]:
+    """Return how often the noise levels around `LEVELS` are among `DRAWS` times of a training on inputs of `shape`."""
+    process = diffusion.process.for_shape(shape)
     borders = process.from_fraction((torch.tensor(LEVELS[1:]) + torch.tensor(LEVELS[:-1])) / 2)
     times = diffusion.times.draw(process, DRAWS, Generator().manual_seed(0))
     bounds, drawn = (process.rates(each, 1)[2] for each in (borders, times))
@@ -225,12 +225,12 @@ def _predictions(
     net: Any, diffusion: Diffusion, images: Tensor, given: Mapping[str, Tensor]
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield times, x_t, the network's output, alpha and sigma at each of `LEVELS`, and x0 and noise."""
-    x0 = diffusion.normalize(images)
+    x0, process = diffusion.normalize(images), diffusion.process.for_shape(images.shape[1:])
     noise = torch.randn(x0.shape, generator=Generator().manual_seed(0)).to(x0)
     for fraction in LEVELS:
-        times = diffusion.process.from_fraction(torch.full((len(images),), fraction)).to(images.device)
-        alpha, sigma, _ = diffusion.process.rates(times, x0.ndim)
-        x_t, time = alpha * x0 + sigma * noise, diffusion.process.network_time(times)
+        times = process.from_fraction(torch.full((len(images),), fraction)).to(images.device)
+        alpha, sigma, _ = process.rates(times, x0.ndim)
+        x_t, time = alpha * x0 + sigma * noise, process.network_time(times)
         output = diffusion.predict(net, x_t, time, given, alpha, sigma).float()
         yield times, x_t, output, alpha, sigma, x0, noise
 
@@ -243,7 +243,7 @@ def measure_levels(net: Any, diffusion: Diffusion, images: Tensor, given: Mappin
         error, mean_error = (output - target).square().mean(), target.var(0).mean()
         floor = diffusion.floor(times, x0.var(0).mean()).mean()
         rows.append(torch.stack((error, mean_error, floor)))
-    names = [point.label for point in level_points(diffusion.process)]
+    names = [point.label for point in level_points(diffusion.process.for_shape(images.shape[1:]))]
     return [Level(name, *numbers) for name, numbers in zip(names, torch.stack(rows).tolist(), strict=True)]
 
 
@@ -259,7 +259,7 @@ def draw_levels(
 
     `decode` turns values of the network into pictures.
     """
-    noisy, predicted = [images], [images]
+    noisy, predicted, process = [images], [images], diffusion.process.for_shape(images.shape[1:])
     for _, x_t, output, alpha, sigma, _, _ in _predictions(net, diffusion, images, given):
         x0, _ = diffusion.prediction.x0_and_noise(output, x_t, alpha, sigma)
         # In a process with unbounded noise, the noisy image is shown as bright as the others.
@@ -272,7 +272,7 @@ def draw_levels(
         len(LEVELS) + 1,
         title,
         row_names=["noisy", "predicted"] * len(images),
-        column_names=["image", *(point.label for point in level_points(diffusion.process))],
+        column_names=["image", *(point.label for point in level_points(process))],
     )
 
 

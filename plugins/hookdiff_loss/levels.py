@@ -206,7 +206,8 @@ def bin_edges(objective: Objective, num: int) -> list[float]:
     """Return the edges between `num` bins of the log-SNR, at equal distances, rounded to a tenth.
 
     The edges span the times of the process except a hundredth at either end, so that runs of the same process can be
-    compared. For an objective without a process the edges span -10 to 10.
+    compared. They are the same for inputs of all shapes, also if the process draws other times for some of them. For an
+    objective without a process the edges span -10 to 10.
     """
     low, high = -10.0, 10.0
     if diffusion := as_diffusion(objective, "process"):

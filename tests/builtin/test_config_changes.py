@@ -195,6 +195,17 @@ def test_the_state_of_a_script_without_a_config_is_not_compared(tmp_path, caplog
     assert caplog.messages == []
 
 
+def test_the_shift_may_change_but_not_the_side_for_which_it_holds(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    flow = {"use": "flow", "shift": 1.0, "shift_side": 16.0}
+    state = saved(toy_run(steps=2, hparams={"diffusion": {"process": flow}}))
+    resume(tmp_path, state, {"diffusion": {"process": {**flow, "shift": 2.0}}})
+    assert "diffusion.process.shift 1.0 -> 2.0" in caplog.text
+    for other in ({"use": "flow", "shift": 1.0}, {**flow, "shift_side": 32.0}):
+        with refused(UserError, "diffusion.process.shift_side 16.0", FIXED["diffusion.process"]):
+            resume(tmp_path, state, {"diffusion": {"process": other}})
+
+
 def test_a_rollback_is_not_compared(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     state = saved(toy_run(steps=2, hparams={"optimizer": {"lr": 1}}))

@@ -6,16 +6,17 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
-from hookdiff import Batch
+from hookdiff import Batch, Loop, LoopConfig, SampleRequest
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.diffusion.losses import L1, MSE, Huber, Loss
 from hookdiff.diffusion.prediction import EDMPrediction, Epsilon, FlowPrediction, Prediction, VPrediction
 from hookdiff.diffusion.process import EDM, VP, Flow, Process
+from hookdiff.diffusion.sampling import Sampling
 from hookdiff.diffusion.schedules import Schedule
 from hookdiff.diffusion.times import LogitNormal, LogNormal, Times, UniformTimes
 from hookdiff.diffusion.weighting import EDMWeighting, MinSNR, UniformWeighting, Weighting
 from hookdiff.testing import assert_same
-from tests.conftest import refused
+from tests.conftest import acting, refused
 from tests.diffusion.conftest import FLOORS, PAIRS, PROCESSES, SHORT, SOME_PAIRS, seeded
 from tests.networks.conftest import grad_of
 
@@ -122,6 +123,59 @@ def test_draw_adds_noise_and_timesteps() -> None:
     assert "flip" in batch.draws  # earlier draws stay
     assert "labels" not in batch.draws
     assert Diffusion("flow").draw(images(), seeded()).draws["timesteps"].dtype == torch.float32
+
+
+class Watched(Net):
+    """Keeps the shape and the times of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[tuple[int, ...], list[float]]] = []
+
+    def forward(self, x: Tensor, timesteps: Tensor, labels: Tensor | None = None) -> Tensor:
+        self.calls.append((tuple(x.shape[1:]), timesteps.tolist()))
+        return super().forward(x, timesteps)
+
+
+def test_a_run_on_two_shapes_trains_and_samples_each_at_its_own_times() -> None:
+    wide, square = (3, 4, 36), (3, 12, 12)  # sqrt(h w) is 12 for both; a quarter of the square has 6
+
+    def cropped(loop: Loop, batch: Batch) -> Batch:
+        sizes = [(4, 36), (12, 12), (6, 6)][loop.progress.position % 3]
+        return attrs.evolve(batch, inputs=batch.inputs[..., : sizes[0], : sizes[1]])
+
+    objective = Diffusion(Flow(3.0, shift_side=4), times=UniformTimes())
+    net, data, sampling = Watched(), torch.rand(12, 3, 12, 36, generator=seeded()) * 2 - 1, Sampling("euler", 4)
+
+    def optimizers(prepared: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(prepared.parameters(), lr=0.01)
+
+    config = LoopConfig(steps=3, batch_size=6, micro_batch=4)
+    loop = Loop(net, optimizers, objective, data, config, {"crops": acting(make_batch=cropped)}, sampler=sampling)
+    loop.run()
+    assert [shape for shape, _ in net.calls] == [wide, wide, square, square, (3, 6, 6), (3, 6, 6)]
+    for position, (shape, shift) in enumerate([(wide, 9.0), (square, 9.0), ((3, 6, 6), 4.5)]):
+        generator = loop.random.generator("noise", position, loop.device)
+        torch.randn(6, *shape, generator=generator)
+        u = torch.rand(6, generator=generator)
+        times = [time for _, rows in net.calls[2 * position : 2 * position + 2] for time in rows]
+        assert times == pytest.approx((1000 * shift * u / (1 + (shift - 1) * u)).tolist(), rel=1e-5)
+
+    assert loop.sampler is not None
+    for shape, shift in ((wide, 27.0), ((3, 6, 6), 13.5)):
+        u = torch.tensor([1, 0.75, 0.5, 0.25])
+        expected = (1000 * shift * u / (1 + (shift - 1) * u)).tolist()
+        for start, last in (({}, 4), ({"images": torch.zeros(1, *shape), "strength": 0.5}, 2)):
+            net.calls.clear()
+            loop.sampler.sample(net, objective, shape, SampleRequest(1).generators(), loop.device, **start)
+            assert [seen for seen, _ in net.calls] == [shape] * last
+            assert [time for _, (time,) in net.calls] == pytest.approx(expected[-last:], rel=1e-5)
+
+
+def test_a_side_of_the_shift_is_refused_for_vectors() -> None:
+    with refused(ValueError, "'process.shift_side'", "(5,)", "remove"):
+        Diffusion(Flow(shift_side=8)).draw(Batch(torch.zeros(2, 5)), seeded())
+    assert Diffusion(Flow(3.0)).draw(Batch(torch.zeros(2, 5)), seeded()).draws["timesteps"].shape == (2,)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-from math import inf, log
+from math import inf, log, sqrt
 
 import pytest
 import torch
@@ -121,6 +121,41 @@ def test_shift_multiplies_the_ratio(t: float, k: float) -> None:
     assert shifted / (1 - shifted) == pytest.approx(k * t / (1 - t), rel=1e-9)
     point = process.at(shifted / (1 - shifted))
     assert (point.alpha, point.sigma) == pytest.approx((1 - shifted, shifted), rel=1e-9)
+
+
+sides = st.integers(1, 300)
+
+
+@given(st.floats(0.001, 0.999), st.floats(0.1, 10), st.floats(0.5, 300), sides, sides)
+def test_the_shift_follows_the_number_of_pixels(t: float, k: float, side: float, height: int, width: int) -> None:
+    process = Flow(k, 10.0, shift_side=side)
+    shaped = process.for_shape((3, height, width))
+    ratio = sqrt(height * width) / side  # sqrt(m / n) in eq. 23 of Esser et al. 2024
+    (t_n,), (t_m,) = (flow.from_fraction(column(t)).tolist() for flow in (Flow(k), shaped))
+    assert t_m == pytest.approx(ratio * t_n / (1 + (ratio - 1) * t_n), rel=1e-9)
+    (before, after) = (float(shaped.rates(column(time), 1)[2]) for time in (t_n, t_m))
+    assert after == pytest.approx(before - log(height * width / side**2), rel=1e-7, abs=1e-7)  # a shift of the log-SNR
+    assert shaped.for_shape((1, 2, 2)) is shaped
+    # Only the choice of times depends on the shape.
+    assert shaped.network_time(column(t_m)).tolist() == process.network_time(column(t_m)).tolist()
+    assert shaped.at(0.5) == process.at(0.5)
+
+
+@given(st.floats(0.1, 10), sides)
+def test_the_shift_holds_for_squares_of_its_side(k: float, side: int) -> None:
+    assert Flow(k, shift_side=side).for_shape((4, side, side)) == Flow(k)  # to the bit
+
+
+def test_without_a_side_nothing_depends_on_the_shape() -> None:
+    for process in (Flow(3.0), LINEAR, EDM()):
+        for shape in ((3, 8, 24), (5,), ()):
+            assert process.for_shape(shape) is process
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (8, 8), (3, 4, 8, 8)])
+def test_a_side_needs_a_height_and_a_width(shape: tuple[int, ...]) -> None:
+    with refused(ValueError, "'process.shift_side'", "c h w", str(shape)):
+        Flow(shift_side=8).for_shape(shape)
 
 
 @given(st.floats(0.01, 0.99))

@@ -12,7 +12,7 @@ from hookdiff.diffusion.guidance import ClassifierFree
 from hookdiff.diffusion.process import EDM, IMAGE, VP, DDPMProcess, Flow
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.diffusion.solvers import DDIM, DDPM, DPMSolver2M, Euler, Heun, Solver
-from hookdiff.diffusion.spacing import Karras, Shifted, Trailing
+from hookdiff.diffusion.spacing import Karras, Shifted, ShiftedBy, Trailing
 from tests.conftest import refused, wide
 from tests.diffusion.conftest import euler_for_heun_on_flow, generators, objectives, pointwise, solvers
 
@@ -150,6 +150,10 @@ def test_the_network_sees_int64_timesteps_and_may_output_bfloat16() -> None:
         (Diffusion(Flow(time_scale=1.0)), {"spacing": "trailing"}, [1, 0.75, 0.5, 0.25]),
         (Diffusion(Flow(shift=3.0)), {"spacing": "trailing"}, [1000, 900, 750, 500]),
         (Diffusion(Flow(shift=9.0)), {"spacing": Shifted(3.0)}, [1000, 900, 750, 500]),
+        (Diffusion(Flow(shift=1.5, shift_side=1)), {}, [1000, 27000 / 28, 900, 750]),
+        (Diffusion(Flow(shift=1.5, shift_side=1)), {"spacing": "trailing"}, [1000, 900, 750, 500]),
+        (Diffusion(Flow(shift=1.5, shift_side=1)), {"spacing": ShiftedBy(2.0)}, [1000, 18000 / 19, 6000 / 7, 2000 / 3]),
+        (Diffusion(Flow(shift=1.5, shift_side=1)), {"spacing": Shifted(3.0)}, [1000, 900, 750, 500]),
         (Diffusion(EDM(1.0, exp(4))), {"spacing": Karras(rho=1e6)}, [1000, 2000 / 3, 1000 / 3, 0]),
         (Diffusion(VP("cosine", 9)), {"spacing": "leading"}, [6, 4, 2, 0]),
     ],
@@ -281,6 +285,7 @@ def test_each_process_has_its_defaults() -> None:
         (DDPMProcess(), DDPM(), Trailing(), Clamp()),
         (Flow(), DPMSolver2M(), Shifted(3.0), NoClipping()),
         (Flow(2.0), DPMSolver2M(), Shifted(6.0), NoClipping()),
+        (Flow(2.0, shift_side=7), DPMSolver2M(), ShiftedBy(3.0), NoClipping()),
         (EDM(), Heun(), Karras(), NoClipping()),
     ):
         fitted = Sampling(steps=7).fit(Diffusion(process))

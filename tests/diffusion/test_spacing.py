@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from hookdiff.diffusion.process import EDM, VP, Flow, Process
-from hookdiff.diffusion.spacing import Karras, Leading, Shifted, Spacing, Trailing, karras_sigmas
+from hookdiff.diffusion.spacing import Karras, Leading, Shifted, ShiftedBy, Spacing, Trailing, karras_sigmas
 from tests.conftest import refused
 from tests.diffusion.conftest import column, vp
 
@@ -79,10 +79,19 @@ def test_shifted_is_trailing_of_a_flow_with_another_shift(trained: float, shift:
     assert Shifted(shift).points(Flow(trained, 10.0), steps) == Trailing().points(Flow(shift, 10.0), steps)
 
 
+@given(st.floats(0.1, 10), st.floats(0.1, 10), st.integers(1, 30))
+def test_shifted_by_multiplies_the_shift_in_training(trained: float, factor: float, steps: int) -> None:
+    expected = Shifted(factor * trained).points(Flow(), steps)
+    assert ShiftedBy(factor).points(Flow(trained), steps) == expected
+    sided = Flow(trained, shift_side=4)
+    assert ShiftedBy(factor).points(sided.for_shape((1, 4, 4)), steps) == expected
+    assert ShiftedBy(factor).points(sided.for_shape((1, 2, 32)), steps) == ShiftedBy(2 * factor).points(sided, steps)
+
+
 FITTING: list[tuple[Spacing, Process]] = [
     *((spacing, process) for spacing in (Trailing(), Leading()) for process in (LINEAR, ZERO_SNR, VP("cosine", 60))),
     *((Karras(), process) for process in (LINEAR, VP("cosine", 60), EDM())),
-    *((spacing, Flow(2.0)) for spacing in (Trailing(), Shifted(3.0))),
+    *((spacing, Flow(2.0)) for spacing in (Trailing(), Shifted(3.0), ShiftedBy())),
 ]
 
 
@@ -111,6 +120,7 @@ def test_points_lead_from_noise_to_the_image(spacing: Spacing, process: Process,
         (Karras(), ZERO_SNR, ["'spacing'", "'karras'", "'trailing'"]),
         (Shifted(3.0), LINEAR, ["'spacing'", "'shifted'", "'vp'", "'flow'"]),
         (Shifted(3.0), EDM(), ["'spacing'", "'shifted'", "'edm'", "'flow'"]),
+        (ShiftedBy(), EDM(), ["'spacing'", "'shifted_by'", "'edm'", "'flow'"]),
         (Trailing(), VP("cosine", 10), ["'steps'", 50, "diffusion.process.timesteps", 10]),
         (Leading(20), LINEAR, ["'spacing.offset' = 20", "at most 19"]),
         (Leading(), VP("cosine", 10), ["'steps'", 50, "diffusion.process.timesteps", 10]),

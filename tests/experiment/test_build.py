@@ -80,6 +80,37 @@ def test_a_loop_is_built_from_the_config(config, tmp_path):
         assert {group["lr"] for one in loop.optimizers for group in one.param_groups} == {0.5}
 
 
+VECTORS = """
+import torch
+from torch import nn
+from hookdiff import InMemory
+
+def points() -> InMemory:
+    return InMemory(torch.linspace(-1, 1, 40).reshape(8, 5))
+
+class Line(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x, timesteps):
+        return self.layer(x)
+"""
+
+
+@pytest.mark.parametrize("side", [None, 8])
+def test_a_side_of_the_shift_is_refused_for_vectors(user_module, load_small, tmp_path, side):
+    user_module("hd_vectors", VECTORS)
+    process = {"use": "flow", **({"shift_side": side} if side else {})}
+    tables = {"data": {"source": "hd_vectors:points"}, "model": {"use": "hd_vectors:Line"}}
+    config = load_small(run={"batch_size": 4}, diffusion={"process": process}, **tables)
+    if side is None:
+        assert build_loop(config, tmp_path / "run").feed.shape == (5,)
+    else:
+        with refused(ConfigError, "diffusion:", "'process.shift_side'", "(5,)", "remove"):
+            build_loop(config, tmp_path / "run")
+
+
 def test_the_model_depends_only_on_the_seed_of_the_run(config, tmp_path):
     torch.manual_seed(1)
     loop = build_loop(config("run.seed=4"), tmp_path / "a")

@@ -17,7 +17,17 @@ from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_debug import checks
 from hookdiff_debug.checks import cause
 from hookdiff_debug.doctor import as_text, examine
-from hookdiff_debug.measure import LEVELS, Drawn, Layer, Level, Outputs, measure_inputs, measure_levels, measure_times
+from hookdiff_debug.measure import (
+    LEVELS,
+    Drawn,
+    Layer,
+    Level,
+    Outputs,
+    draw_levels,
+    measure_inputs,
+    measure_levels,
+    measure_times,
+)
 from hookdiff_debug.trial import Trial, run_trial
 from hookdiff_lr import LR
 from hookdiff_memory.estimate import estimate_memory
@@ -499,7 +509,7 @@ def test_a_process_that_goes_back_and_forth_is_an_error():
     ids=str,
 )
 def test_levels_that_are_never_drawn_are_named(process, times, severity, never):
-    found = measure_times(Diffusion(process, times=times or process.default_times))
+    found = measure_times(Diffusion(process, times=times or process.default_times), (1, 8, 8))
     finding = checks.check_times(found, std=0.75)
     assert finding.severity == severity
     named = finding.what if severity == "warning" else finding.what.partition("; never ")[2]
@@ -512,11 +522,24 @@ def test_levels_that_are_never_drawn_are_named(process, times, severity, never):
 
 @pytest.mark.parametrize("process", [Flow(), VP(timesteps=4, schedule="cosine"), VP(), EDM()], ids=str)
 def test_the_shares_of_the_draws_are_those_of_the_distribution(process):
-    found = measure_times(Diffusion(process, times=UniformTimes(stratified=True)))
+    found = measure_times(Diffusion(process, times=UniformTimes(stratified=True)), (1, 8, 8))
     borders = [0, *((low + high) / 2 for low, high in pairwise(LEVELS)), 1]
     if process.use != "vp" or process.timesteps == 1000:
         assert [one.share for one in found] == pytest.approx([b - a for a, b in pairwise(borders)], abs=0.003)
     assert all(one.share for one in found)
+
+
+def test_noise_levels_are_those_of_the_shape():
+    sided, plain = Diffusion(Flow(1.5, shift_side=4)), Diffusion(Flow(3.0))
+    images = torch.rand(4, 1, 4, 16, generator=torch.Generator().manual_seed(1))
+
+    def net(x, times):
+        return x * times.view(-1, 1, 1, 1) / 1000
+
+    assert measure_times(sided, (1, 4, 16)) == measure_times(plain, (1, 4, 16)) != measure_times(sided, (1, 4, 4))
+    assert measure_levels(net, sided, images, {}) == measure_levels(net, plain, images, {})
+    first, second = (draw_levels(net, each, images, {}, "", lambda values: values) for each in (sided, plain))
+    assert (first.column_names, torch.equal(first.images, second.images)) == (second.column_names, True)
 
 
 @pytest.mark.parametrize(

@@ -392,6 +392,7 @@ OWN_LOOPS = [
     ("dit-guided", DIT, ("diffusion.process=vp", "sampling.sampler=ddim", GUIDED)),
     ("flow", THEIRS, ("diffusion.process=flow", "diffusion.process.shift=3", "sampling.sampler=ddim")),
     ("flow-shifted", THEIRS, ("sampling.sampler=euler", "sampling.spacing={use = 'shifted', shift = 2}")),
+    ("flow-sided", THEIRS, ("diffusion.process={shift = 2, shift_side = 4}", "sampling.sampler=euler")),
     ("edm", THEIRS, ("diffusion.process=edm", "diffusion.process.time_scale=1", "sampling.sampler=euler")),
 ]
 USUAL = ("ddim", "ddim, 50 steps", "ddpm")
@@ -453,9 +454,17 @@ class TestWithDiffusers:
         assert not (folder / "model_index.json").exists()
         labels = (3, 7, -1) if "embed" in model else None
         theirs, ours = called(diffusers, out, [3, 7, 10], 1, 8, 8), images(run, 3, "ema", labels=labels)
+        assert name == "flow-sided" or "set_shift" not in out
         assert ours.std() > 0.1
         # EDM's begins with sqrt(sigma_max² + 1)
         torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-3 if name == "edm" else 5e-5)
+        if name == "flow-sided":  # a comment has the shift for another shape
+            shape = height, width = 16, 4
+            out = re.sub(r"# .*?: (scheduler.set_shift)", rf"height, width = {shape}; \1", out)
+            with opened(run) as loop, loop.weights("ema"), evaluating(loop.model):
+                noise = SampleRequest(3).generators()
+                ours = loop.sampler.sample(loop.model, loop.objective, (1, height, width), noise, "cpu")
+            torch.testing.assert_close(called(diffusers, out, [0] * 3, 1, height, width), ours, rtol=0, atol=5e-5)
         if GUIDED in settings:
             words = ("--overwrite", "--set", "sampling.guidance.interval=[0, 2]")
             code, out, _ = command("export", run, folder, "--to", "diffusers", *words)
