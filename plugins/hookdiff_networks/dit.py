@@ -31,10 +31,14 @@ class DiT(Network):
     variance is learned. With `text_dim` each block also reads a text, by cross-attention between attention and MLP that
     starts as zero (Chen et al. 2023, arXiv:2310.00426).
 
+    A row or a column of m = image_size / patch_size patches has the positions 0 to m - 1, as in the paper. In one of n
+    patches, patch i is at i + (m - n) / 2, so the middle of the image has the same position in images of all sizes.
+    Trained weights therefore need the `image_size` of their training.
+
     Args:
         in_channels: channels of the images, in and out; in a config the default is that of the data
         image_size: side of square training images in pixels, a multiple of `patch_size`; in a config the default is
-            that of the data; no weight depends on it, so the net also takes other sizes
+            that of the data; the net also takes other sizes, in which the middle has the same position
         patch_size: side of a patch in pixels; 4 is several times faster than 2, and coarser
         hidden_size: features of a token, a multiple of `num_heads` and of 4
         depth: number of blocks
@@ -75,6 +79,7 @@ class DiT(Network):
         time = TimeEmbedding(hidden_size, _TIME_FEATURES, autocast=False)
         super().__init__(in_channels, num_classes, text_dim, time, patch_size, "patch_size")
         patch_values = in_channels * patch_size**2
+        self.side = image_size // patch_size  # patches of a row of a square training image
         self.patch_in = nn.Linear(patch_values, hidden_size)
         self.blocks = nn.ModuleList(
             DiTBlock(hidden_size, num_heads, mlp_size, text_dim, dropout, gradient_checkpointing) for _ in range(depth)
@@ -103,7 +108,8 @@ class DiT(Network):
         n, channels, height, width = x.shape
         rows, columns, size = height // self.divisor, width // self.divisor, self.divisor
         cut = x.reshape(n, channels, rows, size, columns, size).permute(0, 2, 4, 1, 3, 5)
-        where = positions(rows, columns, self.patch_in.out_features, x.device).to(self.patch_in.weight.dtype)
+        where = positions(rows, columns, self.side, self.patch_in.out_features, x.device)
+        where = where.to(self.patch_in.weight.dtype)
         # Under autocast the sum makes the tokens float32, and they stay float32 from block to block.
         h = self.patch_in(cut.reshape(n, rows * columns, channels * size * size)) + where
         for block in self.blocks:
@@ -151,14 +157,21 @@ class DiTBlock(Block):
         return torch.addcmul(h, gate2, F.dropout(self.mlp_out(inner), self.dropout, self.training))
 
 
-def positions(rows: int, columns: int, num_features: int, device: torch.device) -> Tensor:
+def positions(rows: int, columns: int, side: int, num_features: int, device: torch.device) -> Tensor:
     """Return the position embedding of rows * columns patches, row by row: num_features sines and cosines, float32.
 
     The first half are the `sinusoids` of the row, the second those of the column; `num_features` is a multiple of 4.
+    Rows and columns are counted so that the middle has the same position in every grid, and the first is at 0 in a grid
+    of `side` x `side`. The positions of other grids may be negative, and halves.
     """
     half = num_features // 2
-    row, column = (sinusoids(torch.arange(side, device=device), half) for side in (rows, columns))
+    row, column = (sinusoids(_places(num, side, device), half) for num in (rows, columns))
     return torch.cat([row.repeat_interleave(columns, dim=0), column.repeat(rows, 1)], dim=1)
+
+
+def _places(num: int, side: int, device: torch.device) -> Tensor:
+    first = (side - num) / 2
+    return torch.arange(num, dtype=torch.float32, device=device) + first
 
 
 def _modulated(h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:

@@ -83,23 +83,42 @@ def test_weights_start_as_in_the_paper() -> None:
 
 
 def test_positions_match_the_paper() -> None:
-    """Compare row 2, column 1 of a grid of 3 x 5 with the formula."""
+    """Compare row 2, column 1 of a grid of 3 x 5 with the formula, for squares of 8 x 8."""
     with torch.autocast("cpu", torch.bfloat16):
-        got = positions(3, 5, 8, torch.device("cpu"))
+        got = positions(3, 5, 8, 8, torch.device("cpu"))
     assert (got.shape, got.dtype) == ((15, 8), torch.float32)
     expected = []
-    for place in (2, 1):
+    for place in (2 + (8 - 3) / 2, 1 + (8 - 5) / 2):
         angles = [place / 10000 ** (i / 2) for i in range(2)]
         expected += [math.cos(angle) for angle in angles] + [math.sin(angle) for angle in angles]
     torch.testing.assert_close(got[2 * 5 + 1], torch.tensor(expected), atol=1e-6, rtol=0)
     assert len(torch.unique(got, dim=0)) == 15
 
 
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
-def test_a_position_is_the_same_on_any_grid(rows: int, columns: int, more_rows: int, more_columns: int) -> None:
-    small = positions(rows, columns, 12, torch.device("cpu")).view(rows, columns, 12)
-    big = positions(rows + more_rows, columns + more_columns, 12, torch.device("cpu"))
-    assert torch.equal(small, big.view(rows + more_rows, columns + more_columns, 12)[:rows, :columns])
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 3), st.integers(0, 3), st.integers(1, 9))
+def test_the_middle_has_the_same_positions_in_every_grid(
+    rows: int, columns: int, above: int, left: int, side: int
+) -> None:
+    small = positions(rows, columns, side, 12, torch.device("cpu")).view(rows, columns, 12)
+    height, width = rows + 2 * above, columns + 2 * left
+    big = positions(height, width, side, 12, torch.device("cpu")).view(height, width, 12)
+    assert torch.equal(small, big[above : above + rows, left : left + columns])
+
+
+@given(st.integers(1, 40), st.integers(1, 4))
+def test_the_positions_of_training_squares_are_counted_from_the_corner(side: int, quarters: int) -> None:
+    half = sinusoids(torch.arange(side), 2 * quarters)
+    expected = torch.cat([half.repeat_interleave(side, dim=0), half.repeat(side, 1)], dim=1)
+    assert torch.equal(positions(side, side, side, 4 * quarters, torch.device("cpu")), expected)
+
+
+def test_a_compiled_network_takes_images_of_other_shapes() -> None:
+    torch.compiler.reset()  # graphs of other tests count towards torch's limit for a function
+    model = trained(DiT, num_classes=3)
+    compiled = torch.compile(model, backend="eager", dynamic=None, fullgraph=True)
+    for height, width in ((8, 8), (4, 12), (12, 4), (6, 10), (8, 8), (16, 2)):
+        x, t, labels = images(2, 1, height, width), torch.tensor([3, 700]), torch.tensor([1, -1])
+        torch.testing.assert_close(compiled(x, t, labels), model(x, t, labels))
 
 
 def test_each_patch_of_the_output_depends_on_its_own_patch() -> None:
@@ -150,7 +169,7 @@ def test_the_model_equals_its_layers_in_sequence() -> None:
     x, t, labels = images(3, 2, 4, 6), torch.tensor([0, 20, 999]), torch.tensor([1, 0, -1])
     condition = F.silu(model.time(t) + model.label.weight[labels])
     patches = F.unfold(x, 2, stride=2).transpose(1, 2)  # shape n, tokens, values; the values of a channel are adjacent
-    h = model.patch_in(patches) + positions(2, 3, 16, x.device)
+    h = model.patch_in(patches) + positions(2, 3, 4, 16, x.device)  # squares of 8 x 8 pixels have 4 x 4 patches
     h = model.blocks[0](h, condition)
     scale, shift = model.modulation_out(condition)[:, None].chunk(2, dim=2)
     h = model.patch_out(F.layer_norm(h, (16,), eps=1e-6) * (1 + scale) + shift)
