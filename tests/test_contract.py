@@ -511,7 +511,10 @@ ROOMS = [
 ]
 # The others of each circle import `Loop`, or `Feed` or `Reader`, for type checkers.
 CIRCLES = [
-    {f"hookdiff.data.{part}" for part in ("feed", "feed_checks", "feed_state", "marks", "memory_reader", "reader")},
+    {
+        f"hookdiff.data.{part}"
+        for part in ("feed", "feed_checks", "feed_state", "marks", "memory_reader", "reader", "shape_order")
+    },
     {
         f"hookdiff.loop.{part}"
         for part in ("loop", "hookspecs", "defaults", "registry", "contract_checks", "state", "restoring")

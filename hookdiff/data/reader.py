@@ -81,8 +81,8 @@ class TextEncoders(Protocol):
     def embed(self, texts: Mapping[str, Sequence[str]], are_prompts: bool = True) -> dict[str, Tensor]:
         """Return the conditions of `texts` (n of each kind), by name, with n rows each."""
 
-    def of_prompts(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-        """Return the conditions of the prompts `texts`, and the conditions for the sizes of their pictures."""
+    def of_size(self, size: Sequence[int], num: int) -> dict[str, Tensor]:
+        """Return the conditions, by name, that depend on height and width alone, of `num` pictures of this `size`."""
 
 
 class Captions(Protocol):

@@ -18,7 +18,7 @@ from hookdiff.encoding.captions import CaptionKeys, CaptionsOf, captions_for
 from hookdiff.encoding.encoder import INPUTS, TextEncoder
 from hookdiff.encoding.latent_reader import LatentReader
 from hookdiff.encoding.text_table import Nothing, TextConditions, TextTable
-from hookdiff.encoding.time_ids import TimeIds
+from hookdiff.encoding.time_ids import TimeIds, names_of
 from hookdiff.errors import UserError
 from hookdiff.images.source_reader import SourceReader
 from hookdiff.images.store import Store
@@ -41,6 +41,7 @@ class CaptionedReader(ReaderAround):
     store: Store
     device: torch.device
     encodes: bool = True
+    alone: bool = False  # adds the condition `time_ids`, also without encoders
     seed: int = field(init=False, default=0)
     captions: dict[str, CaptionsOf] = field(init=False)
     texts: TextConditions = field(init=False)
@@ -69,7 +70,7 @@ class CaptionedReader(ReaderAround):
         if (usable := self._find_usable()) != self._usable:  # encoding has found the pictures that cannot be decoded
             self._usable = usable
             self.captions = self._find_captions()
-        self.texts = TextConditions(self.texts.rows, self.texts.shape)  # without the conditions of a trial
+        self.texts = TextConditions(self.texts.rows, self.texts.time_ids)  # without the conditions of a trial
         self.pending = False
         for rows in self.texts.rows.values():
             rows.want(self.captions[rows.encoder.texts].every())
@@ -78,7 +79,7 @@ class CaptionedReader(ReaderAround):
         """Return a copy to try a run before `encode`, with the same shapes as after it; see `LatentReader.trial`."""
         reader = copy(self)
         reader.inner = reader.inner.trial() if isinstance(reader.inner, LatentReader) else reader.inner
-        reader.texts = TextConditions(self.texts.rows, self.texts.shape)
+        reader.texts = TextConditions(self.texts.rows, self.texts.time_ids)
         return reader
 
     def _find_usable(self) -> list[int]:
@@ -90,15 +91,14 @@ class CaptionedReader(ReaderAround):
         return {n: CaptionsOf(n, each, keys, self.inner.describe, self._usable) for n, each in texts.items()}
 
     def _conditions(self, rows_of: Mapping[str, TextTable]) -> TextConditions:
-        """Return the conditions of captions; the sizes of the pictures are read now, if encoders ask for them."""
-        if not (asking := [name for name, rows in rows_of.items() if rows.encoder.time_ids]):
-            return TextConditions(rows_of, ())
+        """Return the conditions of captions; the sizes of the pictures are read now, if a condition has them."""
+        texts = TextConditions(rows_of, names_of({name: rows.encoder for name, rows in rows_of.items()}, self.alone))
+        if not texts.time_ids:
+            return texts
         shape = self.inner.codec.shape if self.inner.codec else self.inner.shape
         if len(shape) != 3:
-            raise UserError(
-                f"encode.{asking[0]}: the encoder needs sizes of pictures, but samples of {size_text(shape)} have none"
-            )
-        texts = TextConditions(rows_of, shape)
+            asking = [f"encode.{name}" for name, rows in rows_of.items() if rows.encoder.time_ids] or ["time_ids"]
+            raise UserError(f"{asking[0]}: needs sizes of pictures, but samples of {size_text(shape)} have none")
         if (sizes := self.inner.sizes()) is None:
             what = "the samples hold latents, and the sizes of their pictures are not here"
             logger.warning("data: %s, so there is no condition %s", what, " or ".join(texts.time_ids))
@@ -132,8 +132,9 @@ class CaptionedReader(ReaderAround):
     def first(self) -> Batch:
         batch = self.inner.first
         values = {name: value for name, value in self.nothing.items() if value is not None}
-        values |= self.texts.time_ids if self._time_ids else {}
-        return evolve(batch, conditions={**batch.conditions, **{name: value[None] for name, value in values.items()}})
+        rows = {name: value[None] for name, value in values.items()}
+        rows |= self.texts.of_size(batch.inputs.shape[2:], 1) if self._time_ids else {}
+        return evolve(batch, conditions={**batch.conditions, **rows})
 
     def stacks(self, shares: Sequence[Tensor], epoch: int | None) -> Iterator[Stack]:
         for inputs, labels, indices, conditions in self.inner.stacks(shares, epoch):

@@ -256,6 +256,13 @@ class EncoderKeys:
             "array of means: they are sampled, scaled and decoded, but not encoded"
         ),
     )
+    time_ids: bool = field(
+        default=False,
+        metadata=about(
+            "adds the condition `time_ids`, as SDXL takes it: height and width of the picture, top and left of its "
+            "cut, height and width of the sample"
+        ),
+    )
 
     @property
     def of_pictures(self) -> dict[str, PictureEncoder]:

@@ -21,7 +21,7 @@ from hookdiff.data.table import DTYPES, Column, load_if_sound, locked, read_tabl
 from hookdiff.disk.files import make_folder
 from hookdiff.encoding.encoded_samples import MEAN, STD, SourceLatents, check_finite
 from hookdiff.encoding.encoder import INPUTS, STORED, PictureEncoder
-from hookdiff.encoding.picture_network import CHUNK, PictureNetwork
+from hookdiff.encoding.picture_network import AT_A_TIME, PictureNetwork
 from hookdiff.encoding.soundness import AT_ONCE, Soundness, few_of
 from hookdiff.errors import UserError
 from hookdiff.images.buckets import size_name
@@ -262,7 +262,7 @@ class PictureTableBuilder:
     def _chunks(self) -> Sequence[Tensor]:
         """The rows that are encoded together."""
         rows = self.open_pictures().usable if self.rows is None else torch.arange(len(self.rows))
-        return torch.split(rows, CHUNK) if len(rows) else ()
+        return torch.split(rows, AT_A_TIME) if len(rows) else ()
 
     def _encoded(self, numbers: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor], list[int]]]:
         """Yield the columns of the chunks with these numbers, and their samples that cannot be decoded: zeros."""
@@ -271,7 +271,7 @@ class PictureTableBuilder:
             return
         pictures = self.open_pictures()
         samples = [chunk if self.rows is None else self.rows[chunk] for chunk in map(self._chunks.__getitem__, numbers)]
-        batches = pictures.unaugmented(torch.cat(samples), CHUNK)
+        batches = pictures.unaugmented(torch.cat(samples), AT_A_TIME)
         for number, own, batch in zip(numbers, samples, batches, strict=True):
             assert batch.indices is not None
             columns, there = self.encoding.sides_of(batch, self.flips) | _beside(pictures, batch), batch.indices == own

@@ -17,7 +17,7 @@ from hookdiff.errors import UserError
 from hookdiff.images.transforms import size_text
 from hookdiff.machine.fitting import Fitting
 
-CHUNK = 32  # pictures that are encoded together on any number of ranks, as the rounding depends on it
+AT_A_TIME = 32  # pictures that are encoded together on any number of ranks, as the rounding depends on it
 
 
 @define(eq=False)
@@ -108,6 +108,6 @@ class PictureNetwork:
                 latents = [returned.of_pictures(network.encode(side.to(self.device)), len(part)) for side in sides]
                 return {name: torch.stack([side[name] for side in latents], 1).to(dtype).cpu() for name in latents[0]}
 
-        self._fitting = self._fitting or Fitting(CHUNK, self.device)
+        self._fitting = self._fitting or Fitting(AT_A_TIME, self.device)
         parts = [*self._fitting.parts(range(len(batch)), encoded)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

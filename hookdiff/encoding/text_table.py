@@ -23,7 +23,7 @@ from hookdiff.encoding.digests import digest_of
 from hookdiff.encoding.encoder import STORED, TextEncoder, TextNetwork
 from hookdiff.encoding.encoder_output import EncoderOutput
 from hookdiff.encoding.soundness import AT_ONCE, TextSoundness, few_of, report_texts
-from hookdiff.encoding.time_ids import TIME_IDS, of_prompt
+from hookdiff.encoding.time_ids import of_prompt
 from hookdiff.encoding.tokens import TokenFacts, of_same_tokens
 from hookdiff.errors import UserError, listed, nearest
 from hookdiff.images.store import Store
@@ -297,13 +297,10 @@ class TextConditions:
     """The conditions of captions and prompts, and the conditions that stand for no text."""
 
     rows: Mapping[str, TextTable]  # by the names of the encoders
-    shape: Sequence[int]  # of a picture, c h w
-    time_ids: dict[str, Tensor] = field(init=False)  # of a prompt, by the names of conditions: 6, float32
+    time_ids: Sequence[str]  # the conditions that hold the sizes of a picture
     nothing: Nothing = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        names = [name + TIME_IDS for name, rows in self.rows.items() if rows.encoder.time_ids]
-        self.time_ids = {name: of_prompt(self.shape[1:]) for name in names}
         self.nothing = Nothing(self.rows, self.time_ids)
 
     @property
@@ -347,10 +344,9 @@ class TextConditions:
                 rows.report_prompts(texts[rows.encoder.texts])
         return conditions
 
-    def of_prompts(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-        """Return the conditions of `texts`, as `embed` does, and the conditions for the sizes of their pictures."""
-        conditions, num = self.embed(texts), max(map(len, texts.values()), default=0)
-        return {**conditions, **{name: numbers.expand(num, -1) for name, numbers in self.time_ids.items()}}
+    def of_size(self, size: Sequence[int], num: int) -> dict[str, Tensor]:
+        """Return the conditions (n 6) of `num` generated pictures of this height and width."""
+        return dict.fromkeys(self.time_ids, of_prompt(size).expand(num, -1))
 
 
 @define(frozen=True)

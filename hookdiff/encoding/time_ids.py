@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from attrs import define
 from torch import Tensor
 
+from hookdiff.encoding.encoder import TextEncoder
 from hookdiff.images.augment import corners
 from hookdiff.images.transforms import Transforms
 
-TIME_IDS = "_time_ids"  # appended to the name of an encoder
+TIME_IDS = "time_ids"  # the condition; NAME_time_ids for an encoder of texts that asks for it
+
+
+def names_of(encoders: Mapping[str, TextEncoder], alone: bool) -> list[str]:
+    """Return the names of the conditions that `encoders` ask for; with `alone`, also that without an encoder."""
+    return [*[f"{name}_{TIME_IDS}" for name, part in encoders.items() if part.time_ids], *[TIME_IDS] * alone]
 
 
 @define(eq=False)

@@ -36,7 +36,7 @@ from hookdiff.experiment.machine_choices import filled_in, is_channels_last, pre
 from hookdiff.experiment.optimizers import build_optimizers
 from hookdiff.experiment.own_runs import is_remembered, remember
 from hookdiff.experiment.part import Part
-from hookdiff.experiment.sizes import check_sizes
+from hookdiff.experiment.size_checks import check_sizes
 from hookdiff.images.item_texts import with_texts
 from hookdiff.images.items import ItemKeys
 from hookdiff.images.loader import Workers
@@ -245,14 +245,14 @@ def build_feed(
             inner: SourceReader | LatentReader = LatentReader(
                 source, transforms, store, pictures, samples, device, is_encoded, of_items
             )
-        elif not texts:
+        elif not (texts or encoding.time_ids):
             return feed_of(source, unencoded, store, **shared)
         else:
             inner = reader_of_source(feed_of(source, unencoded, store, **shared))
         reader: Reader = inner
-        if texts:
+        if texts or encoding.time_ids:
             keys, encodes = config.data.of(CaptionKeys), encode in (True, "trial")
-            reader = CaptionedReader(inner, texts, keys, store, device, encodes)
+            reader = CaptionedReader(inner, texts, keys, store, device, encodes, encoding.time_ids)
         stages = [stage for stage in dict.fromkeys((reader, inner)) if isinstance(stage, _ENCODED)]
         if encode == "trial":
             return Feed(stages[0].trial() if stages else reader, **config.data.shared[Feed])

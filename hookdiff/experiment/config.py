@@ -468,7 +468,7 @@ def _checked_config(
 
 def _data_without_source(table: Mapping[str, Any], problems: Problems) -> dict[type, dict[str, Any]]:
     """Return the arguments of `EncoderKeys` and `Transforms` in the table [data] of a source that is not imported."""
-    encode = {key: value for key, value in table.items() if key == "encode"}
+    encode = {key: value for key, value in table.items() if key in ("encode", "time_ids")}
     fitting = dict[str, Any]()
     for key in described(Transforms):
         if key in table:

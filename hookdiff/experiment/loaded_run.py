@@ -26,6 +26,7 @@ from hookdiff.encoding.codec import PictureCodec
 from hookdiff.encoding.encoder import CAPTIONS, INPUTS, EncoderKeys
 from hookdiff.encoding.encoder_output import EncoderOutput
 from hookdiff.encoding.text_table import TextConditions, TextTable
+from hookdiff.encoding.time_ids import names_of
 from hookdiff.errors import ConfigError, UserError, nearest
 from hookdiff.experiment.build import build_loop, build_sampling, pick_device
 from hookdiff.experiment.config import Config, load_config
@@ -420,12 +421,13 @@ class Run:
 def _texts(config: Config, facts: Facts) -> TextConditions | None:
     """Return the encoders of texts. Raises ConfigError if one differs from the encoder of the training."""
     device = pick_device(config.run.device)
-    rows = {key: TextTable(key, value, Store(), device) for key, value in config.data.of(EncoderKeys).of_texts.items()}
-    texts = TextConditions(rows, facts.picture_shape or facts.shape)
+    keys = config.data.of(EncoderKeys)
+    rows = {key: TextTable(key, value, Store(), device) for key, value in keys.of_texts.items()}
+    texts = TextConditions(rows, names_of(keys.of_texts, keys.time_ids))
     for name, digest in texts.digests.items():
         if digest != (expected := facts.encoders.get(name)):
             raise ConfigError(another_encoder(name, digest, expected))
-    return texts if rows else None
+    return texts if rows or texts.time_ids else None
 
 
 def _codec(config: Config, facts: Facts) -> PictureCodec | None:

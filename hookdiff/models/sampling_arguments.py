@@ -31,7 +31,9 @@ def arguments_for(request: SampleRequest, objective: Objective, feed: Feed, mode
     """Return labels, conditions and the images to start from, as arguments of the sampler."""
     wanted: dict[str, Any] = {}
     labels, conditions, names = request.labels, request.conditions, objective.condition_names
-    embedded = {} if request.texts is None else _encoders(feed).of_prompts(request.texts)
+    embedded = {} if request.texts is None else _encoders(feed).embed(request.texts)
+    if feed.reader.texts:
+        embedded |= feed.reader.texts.of_size(feed.picture_shape[1:], request.num)
     embedded = {name: rows for name, rows in embedded.items() if name in names}
     if conditions is None and names:
         if len(embedded) == len(set(names)):
@@ -64,6 +66,6 @@ def arguments_for(request: SampleRequest, objective: Objective, feed: Feed, mode
 
 
 def _encoders(feed: Feed) -> TextEncoders:
-    if (encoders := feed.reader.texts) is None:
+    if not ((encoders := feed.reader.texts) and encoders.encoders):
         raise UserError("texts were given, but the network was trained without texts; leave them out")
     return encoders

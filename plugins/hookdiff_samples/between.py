@@ -100,7 +100,7 @@ def between_prompts(run: Run, ends: Sequence[str]) -> Given:
         UserError: for a network without captions.
     """
     texts = run.loop.feed.reader.texts
-    if texts is None:
+    if texts is None or not texts.encoders:
         raise UserError("--prompt: the network was trained without captions; leave it out")
     conditions = texts.embed({kind: [ends[1]] for kind in texts.kinds})
     return {name: rows for name, rows in conditions.items() if name in run.loop.objective.condition_names}

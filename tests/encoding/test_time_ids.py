@@ -145,9 +145,7 @@ def test_the_unconditional_call_has_the_same_numbers(path: Path, tmp_path: Path,
         assert given(prompts=["red"]) == [[8, 8, 0, 0, 8, 8]] * 2
         wanted = torch.tensor([[64.0, 64, 0, 0, 8, 8]] * 2)
         assert given(prompts=["red"], conditions={"text_time_ids": wanted}) == as_list(wanted)
-        crops = [[0, 2], [6, 0]] if latents else [[2, 6], [11, 2]]
-        of_samples = [[*size, *crop, 8, 8] for size, crop in zip(SIZES, crops, strict=False)]
-        assert given() == given(negative="blue") == of_samples
+        assert given() == given(negative="blue") == [[8, 8, 0, 0, 8, 8]] * 2
 
 
 def test_a_dropout_of_the_numbers_is_refused(path: Path, hookdiff: Callable[..., Any]) -> None:
@@ -188,3 +186,51 @@ def test_samples_without_a_size_are_refused(
     )
     with refused(ConfigError, "encode.text", "sizes"):
         build_feed(load_config(made))
+
+
+class Plain(torch.nn.Module):
+    """Notes the time ids of its calls; it reads no text."""
+
+    def __init__(self, in_channels: int = 3) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(in_channels, in_channels, 1)
+
+    def forward(self, x: Tensor, timesteps: Tensor, ids: Tensor) -> Tensor:
+        CALLS.append((x, ids))
+        out: Tensor = self.conv(x)
+        return out
+
+
+@pytest.mark.parametrize("latents", [False, True])
+def test_without_texts_and_in_several_sizes_each_picture_has_its_own_numbers(
+    path: Path, tmp_path: Path, latents: bool
+) -> None:
+    encode = LATENTS.partition("[data.encode.text]")[0] if latents else ""
+    text = path.read_text()
+    for old, new in (
+        ("resize = 12\n", ""),
+        (f'[data.encode.text]\nuse = "{__name__}:Sized"', encode),
+        ('captions = "txt"\n', ""),
+        ("image_size = 8", 'image_size = 8\nbuckets = ["8x8", "12x6"]\ntime_ids = true'),
+        (f"{__name__}:Net", f"{__name__}:Plain"),
+        ('text = "text"\n', ""),
+        ('"added.ids" = "text_time_ids"', 'ids = "time_ids"'),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
+    # Height, width, top, left, of 20 x 12 to 12 x 6: the width decides, so 7.2 rows become 6.
+    known = {0: [12, 20, 0, 0, 6, 12], 1: [30, 12, 6, 0, 8, 8], 2: [12, 12, 0, 0, 8, 8], 3: [24, 46, 0, 0, 6, 12]}
+    with build_loop(load_config(path, settings=["data.labels='none'"]), tmp_path / "run") as loop:
+        for epoch in range(2):
+            for batch in loop.feed.batches(epoch):
+                assert batch.indices is not None
+                ids = as_list(batch.conditions["time_ids"])
+                assert ids == [known[index % 4] for index in batch.indices.tolist()]
+        loop.run()
+    (tmp_path / "pictures").rename(tmp_path / "gone")
+    with load_run(tmp_path / "run", trust=True) as run:
+        CALLS.clear()
+        run.sample(2)
+        _, ids = CALLS[-1]
+        assert {tuple(row) for row in as_list(ids)} <= {(8, 8, 0, 0, 8, 8), (6, 12, 0, 0, 6, 12)}
