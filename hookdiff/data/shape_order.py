@@ -129,6 +129,22 @@ class ShapeOrder:
         sizes = dict(zip(map(tuple, self.feed.reader.shapes), map(len, self.members), strict=True))
         return {shape: sizes[shape] for shape in self.shapes}
 
+    @property
+    def small(self) -> list[tuple[int, ...]]:
+        """The shapes with fewer training samples than a batch, which fill a batch only in some epochs."""
+        return [shape for shape, count in self.counts.items() if count < self.feed.batch_size]
+
+    @property
+    def mean_batches(self) -> dict[tuple[int, ...], float]:
+        """The mean number of batches of each shape in an epoch, the most frequent shape first."""
+        size = self.feed.batch_size
+        means = [length / size if self.feed.drop_last else float(-(-length // size)) for length in self.lengths]
+        if self.is_weighted:
+            weights = torch.stack([self._chances[rows].sum() for rows in self.members])
+            means = (sum(means) * weights / weights.sum()).tolist()
+        by_shape = dict(zip(map(tuple, self.feed.reader.shapes), means, strict=True))
+        return {shape: by_shape[shape] for shape in self.shapes}
+
     def of_shape(self, shape: Sequence[int] | None) -> Tensor:
         """Return the training samples of `shape`; None: of the most frequent one.
 
@@ -291,16 +307,16 @@ class ShapeOrder:
 
     def _report(self, plan: Plan) -> None:
         """Log the shapes, how many samples wait at the end of an epoch, and which shapes do not fill a batch."""
-        counts, size = self.counts, self.feed.batch_size
+        counts = self.counts
         named = [f"{_text(shape)}: {count:,}" for shape, count in counts.items()]
         logger.info("data: samples of %d shapes (%s)", len(counts), ", ".join(named))
         if not plan.drop_last or self.is_weighted:
             return
         waiting = sum(self._rests(self._after(plan))) - sum(self.lengths)
         logger.info("data: %s samples wait for the next epoch, until they fill a batch of their shape", f"{waiting:,}")
-        if small := [_text(shape) for shape, count in counts.items() if count < size and not self.feed.limit]:
+        if self.small and not self.feed.limit:
             text = "data: shapes with fewer samples than batch_size = %s fill a batch only in some epochs: %s"
-            logger.warning(text, f"{size:,}", ", ".join(small))
+            logger.warning(text, f"{self.feed.batch_size:,}", ", ".join(map(_text, self.small)))
 
 
 def _systematic(weights: Tensor, num: int, generator: Generator) -> Tensor:

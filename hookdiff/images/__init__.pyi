@@ -1,3 +1,4 @@
+from .buckets import Buckets as Buckets, cut_off as cut_off, size_name as size_name
 from .colour_profiles import profile_fault as profile_fault
 from .decoding import (
     Unreadable as Unreadable,

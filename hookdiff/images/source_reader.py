@@ -129,6 +129,11 @@ class SourceReader(OfSource):
     def samples(self) -> InMemory | Images | Source:
         return self.prepared.samples if self.shape_numbers is not None or not self._kept else self._kept[0].samples
 
+    @property
+    def kept(self) -> list[InMemory]:
+        """The samples that are kept in memory or on disk, a set for each shape; none if they are read one by one."""
+        return [reader.samples for reader in self._kept]
+
     @cached_property
     def shape(self) -> tuple[int, ...]:
         if not (shape := self.prepared.survey.shape):

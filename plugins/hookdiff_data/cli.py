@@ -1,7 +1,6 @@
 """`hookdiff data`: report on the data of a config, draw its first batch, write shards, or measure its autoencoder."""
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from hookdiff.cli import check_output, config_argument, json_option, out_option,
 from hookdiff.terminal import byte_size, rate
 
 _LISTED = 10  # the most classes, sizes or files in a list
-_DRAWN = 64  # the most images in the picture
-_CAPTIONED = 160  # pixels of the width of an image with a caption below
 _SHOWN = 60  # characters of a caption in a list
 _SHARD_SIZE = 256.0  # MiB
 
@@ -56,6 +53,9 @@ def command(
     and modes the headers. The picture shows the first batch as the model sees it, augmentation included, with the
     captions below.
 
+    If the samples have several sizes, such as aspect-ratio buckets, the report counts the pictures and the batches of
+    each size, and says which share of their pixels is cut off. The picture then has a row of each size.
+
     With --to-shards there is no report: the samples are written in their order into tar files in the folder DIR. The
     pictures are not resized; if CONFIG has encoders, their outputs are written in place of the pictures. Captions are
     written unchanged. The command prints the table [data] that trains on the files.
@@ -65,10 +65,9 @@ def command(
     data. Both numbers show how much quality the autoencoder alone loses.
     """
     from hookdiff import load_config
-    from hookdiff.disk import writing
     from hookdiff.experiment import build_feed, pick_device
-    from hookdiff.log import save_grid
-    from hookdiff_data.captions import captions, captions_below
+    from hookdiff_data.captions import captions
+    from hookdiff_data.picture import draw
     from hookdiff_data.report import report
 
     if out is not None:
@@ -92,17 +91,7 @@ def command(
         "picture": None,
     }
     if out is not None:
-        batch = next(feed.batches(0))[:_DRAWN]
-        columns = math.ceil(math.sqrt(len(batch)))
-        with writing(out):
-            below = captions_below(feed, batch)
-            scale = -(-_CAPTIONED // batch.inputs.shape[-1]) if below else None
-            save_grid(batch.inputs, out, columns, scale, below)
-        labels = [] if batch.labels is None else batch.labels.tolist()
-        names = [feed.classes[label] if feed.classes and label >= 0 else str(label) for label in labels]
-        rows = [names[start : start + columns] for start in range(0, len(names), columns)]
-        facts["picture"] = {"path": str(out), "images": len(batch), "labels": rows}
-        facts["picture"] |= {"captions": below} if below else {}
+        facts["picture"] = draw(feed, out)
     click.echo(json.dumps(facts) if as_json else "\n".join(f"{name:<12} {text}" for name, text in _rows(facts)))
 
 
@@ -143,10 +132,11 @@ def _to_shards(config: Any, folder: Path, size: float, overwrite: bool) -> dict[
     """Write the shards, and return the result of `write_shards`, with all keys of [data] that the config sets."""
     from hookdiff.experiment import build_feed
     from hookdiff.options import as_toml
-    from hookdiff_data.encoded import is_encoded
+    from hookdiff_data.encoded import check_sizes, is_encoded
     from hookdiff_data.shards import check_place, write_shards
 
     check_place(folder, overwrite)  # before the data is read
+    check_sizes(config)
     feed = build_feed(config, decode=False, encode="pictures").bind(1, config.run.seed)
     written = write_shards(feed, folder, int(size * 2**20))
     shared = {name: value for keys in config.data.shared.values() for name, value in keys.items()}
@@ -176,6 +166,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         sizes = listed([f"{width} x {height}: {count:,}" for width, height, count in facts["sizes"]], _LISTED)
         yield "sizes", sizes + note
         yield "modes", listed([f"{mode}: {count:,}" for mode, count in facts["modes"].items()], _LISTED) + note
+    yield from _buckets(facts.get("buckets"))
     if counts := facts["classes"]:
         yield "classes", f"{len(counts):,}: {listed([f'{name} {count:,}' for name, count in counts.items()], _LISTED)}"
         most, least = max(counts.values()), min(counts.values())
@@ -185,7 +176,9 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "classes", "no labels"
     yield from _captions(facts.get("captions", {}))
     values, store = facts["values"], facts["store"]
-    yield "inputs", f"{' x '.join(map(str, facts['shape']))}, from {values['min']:.3g} to {values['max']:.3g}"
+    sizes = facts.get("buckets", {}).get("sizes", ())
+    shape = f"{facts['shape'][0]} x height x width" if sizes else " x ".join(map(str, facts["shape"]))
+    yield "inputs", f"{shape}, from {values['min']:.3g} to {values['max']:.3g}"
     yield "mean", ", ".join(f"{value:.4f}" for value in values["mean"])
     yield "std", ", ".join(f"{value:.4f}" for value in values["std"])
     workers = f"{store['workers']} workers" if store["workers"] else "the training process"
@@ -209,8 +202,31 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", " = ".join(group[:3]) + (", ..." if len(group) > 3 else "")
     yield "speed", rate(facts["images_per_second"])
     if picture := facts["picture"]:
-        yield "picture", f"{picture['path']}: the first {picture['images']} images of epoch 0"
+        images = f"{picture['images']} images" if sizes else f"the first {picture['images']} images"
+        yield "picture", f"{picture['path']}: {images} of epoch 0{', a row of each size' if sizes else ''}"
         yield from (("", " ".join(row)) for row in picture["labels"])
+
+
+def _buckets(facts: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    from hookdiff.log import percent
+
+    if facts is None:
+        return
+    worst, sizes = facts["worst"], facts["sizes"]
+    lost = f"{percent(facts['cut_off'])} of the pixels are cut off, of the worst picture {percent(worst['cut_off'])}"
+    yield "buckets", f"{len(sizes):,} size{'s' * (len(sizes) != 1)}; {lost}: {worst['name']}"
+    heads = ("size", "training", "held out", "batches/epoch", "cut off")
+    yield "", _row(heads)
+    for row in sizes:
+        counts = (f"{row['training']:,}", f"{row['held_out']:,}", f"{row['batches']:,.2f}")
+        yield "", _row((row["size"], *counts, percent(row["cut_off"])))
+    if small := facts["below_batch_size"]:
+        yield "", f"with fewer pictures to train on than batch_size: {listed(small, _LISTED)}"
+    yield "enlarged", f"{facts['enlarged']:,}"
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"{cells[0]:<10}" + "".join(f"{cell:>15}" for cell in cells[1:])
 
 
 def _captions(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

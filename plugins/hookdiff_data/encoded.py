@@ -8,10 +8,20 @@ from typing import Any
 import cattrs
 from attrs import define, field
 
-from hookdiff import Feed
+from hookdiff import Config, Feed, UserError
 from hookdiff.data import find_reader
-from hookdiff.encoding import LatentReader
+from hookdiff.encoding import LatentReader, PictureEncoder
+from hookdiff.images import Transforms
 from hookdiff_data.members import Members, member_name, members, written
+
+
+def check_sizes(config: Config) -> None:
+    """Raise UserError if pictures of several sizes are to be encoded: a folder of shards holds latents of one size."""
+    encoders = [part for keys in config.data.shared.values() for part in (keys.get("encode") or {}).items()]
+    names = [name for name, part in encoders if isinstance(part, PictureEncoder)]
+    if names and config.data.of(Transforms).has_sizes:
+        way_out = "leave out the encoder, and the pictures are written; or give image_size one side, without buckets"
+        raise UserError(f"--to-shards writes outputs of [data.encode.{names[0]}] of one size only: {way_out}")
 
 
 def is_encoded(feed: Feed) -> bool:

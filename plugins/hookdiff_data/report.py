@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from hookdiff import Feed, InMemory
+from hookdiff import Feed
 from hookdiff.authors import wait_for
 from hookdiff.images import profile_fault, reader_of_source, with_images
+from hookdiff_data.buckets import buckets
 
 _GROUPS = 5  # of duplicates that are listed
 
@@ -28,7 +29,7 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
         sizes[kind.width, kind.height] += kind.count
         modes[kind.mode] += kind.count
     unreadable = survey.unreadable | survey.undecodable
-    stored = feed.samples.images if isinstance(feed.samples, InMemory) else None
+    kept = [part.images for part in reader.kept]
     statistics = _pixels(feed, unreadable)  # this adds to `unreadable`
     return {
         "samples": len(prepared.samples),
@@ -40,11 +41,12 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
         "classes": _classes(feed, unreadable),
         "store": {
             "place": prepared.place,
-            "bytes": 0 if stored is None else stored.nbytes,
-            "device": None if stored is None else str(stored.device),
+            "bytes": sum(images.nbytes for images in kept),
+            "device": str(kept[0].device) if kept else None,
             "path": str(prepared.cache) if prepared.cache else None,
-            "workers": reader.workers.workers if stored is None else 0,
+            "workers": 0 if kept else reader.workers.workers,
         },
+        **({"buckets": of_sizes} if (of_sizes := buckets(feed)) else {}),
         **statistics,
         "unreadable": {"count": len(unreadable), "files": [unreadable[index] for index in sorted(unreadable)]},
         "profile_faults": _profile_faults(feed),
@@ -91,7 +93,8 @@ def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
             if index != loaded:  # another sample stands in for one that cannot be decoded
                 unreadable.setdefault(index, feed.describe(index))
                 continue
-            groups[hashlib.blake2b(image.numpy().tobytes(), digest_size=16).digest()].append(index)
+            content = repr(image.shape).encode() + image.numpy().tobytes()
+            groups[hashlib.blake2b(content, digest_size=16).digest()].append(index)
             if not image.isfinite().all():
                 not_finite.append(feed.describe(index))
         low, high = min(low, float(inputs.min())), max(high, float(inputs.max()))

@@ -246,6 +246,17 @@ def test_weights_draw_samples_and_shapes_in_proportion() -> None:
         assert torch.allclose(found, expected, atol=0.015)
 
 
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_the_mean_number_of_batches_is_that_of_many_epochs(drop_last: bool) -> None:
+    labels = torch.arange(96) % 4 // 3
+    for options, tolerance in (({}, 0.0), ({"labels": labels, "balanced": True}, 0.2)):
+        feed = feed_of([60, 30, 6], 8, drop_last=drop_last, **options)
+        made = Counter(feed.shapes[numbers(feed, rows)[0]] for epoch in range(8 * 12) for rows in seen(feed, epoch))
+        means = {shape: count / (8 * 12) for shape, count in made.items()}
+        assert feed.by_shape.mean_batches == pytest.approx(means, abs=tolerance + 1e-9)
+    assert feed.by_shape.small == [(1, 3, 2)]
+
+
 def test_a_limit_repeats_samples_until_a_shape_fills_a_batch() -> None:
     feed = feed_of([20, 10, 5], 32, limit=8)
     training = Training(feed)
