@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from attrs import define, field
 from attrs.validators import in_
 from torch import Tensor
@@ -12,6 +13,7 @@ from hookdiff.data.batch import Batch
 from hookdiff.data.source import AnySource
 from hookdiff.encoding.encoder import INPUTS, STORED, PictureEncoder
 from hookdiff.errors import UserError, nearest
+from hookdiff.images.sized import Sized
 from hookdiff.options.structure import structured
 
 MEAN, STD = "mean", "std"  # columns: n, sides (the picture, its mirror image), and the shape of a latent
@@ -22,10 +24,13 @@ ENCODED = "encoded.json"  # the file with the metadata of the samples in a folde
 class EncodedSamples:
     """The metadata of encoded samples, which a source gives as the table `encoded`."""
 
-    shape: tuple[int, ...]  # of a picture, c h w
+    shape: tuple[int, ...]  # of a picture, c h w; if they have several sizes, of a square one
     sides: int = field(validator=in_((1, 2)))  # 2: with the mirror image of each picture
     digests: dict[str, str]  # of the encoders, by name
     columns: tuple[str, ...]  # such as "image.mean"
+    # Height and width of the pictures, and the place of each sample's size among them; empty: all have one size.
+    sizes: tuple[tuple[int, int], ...] = ()
+    numbers: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, source: AnySource) -> EncodedSamples | None:
@@ -40,6 +45,22 @@ class EncodedSamples:
             return structured(cls, about)
         except ValueError as error:
             raise UserError(f"encoded: {ENCODED} of the source: {error}") from None
+
+    def sized(self, num: int) -> Sized | None:
+        """Return the sizes of `num` samples; None if all have one size.
+
+        Raises:
+            UserError: unless each sample has a size.
+        """
+        if not self.sizes:
+            return None
+        numbers = torch.tensor(self.numbers)
+        if len(numbers) != num or int(numbers.min()) < 0 or int(numbers.max()) >= len(self.sizes):
+            known = f"{len(self.numbers):,} samples in {len(self.sizes)} sizes"
+            raise UserError(f"encoded: {ENCODED} lists {known}, the source has {num:,}; write the shards again")
+        unknown = torch.zeros(num, 2, dtype=torch.int64)
+        shapes = [(self.shape[0], *size) for size in self.sizes]
+        return Sized(shapes, numbers, unknown, unknown[:, 0] > 0)
 
     def check(self, encoders: Mapping[str, PictureEncoder]) -> None:
         """Raise UserError unless `encoders` have encoded the samples."""

@@ -162,8 +162,12 @@ class LatentReader(OfSource):
     def _take(self) -> Survey:
         """Take the latents from the samples, and keep them in memory if the options of their encoders say so."""
         facts, samples = EncodedSamples.of(self.source), self._open()
+        if self.transforms.has_sizes:
+            raise UserError("buckets: the samples were encoded in their sizes; leave out buckets and image_size")
         if facts:
             facts.check(self.encoders)
+            if sized := facts.sized(len(self)):
+                self.sized, self.shape_numbers = sized, sized.numbers
         elif [*self.encoders] != [INPUTS] or len(samples.shape) != 3:
             raise UserError(
                 f"encoded: samples without a table encoded.json must be the means (c h w) for encode.{INPUTS} alone; "
@@ -180,15 +184,25 @@ class LatentReader(OfSource):
         survey = Survey(self._picture_shape)
         sizes = {name: len(self) * sum(column.nbytes for column in columns.values()) for name, columns in sides.items()}
         if all(self.encoders[name].stored(self.store).in_memory(size) for name, size in sizes.items()):
-            tables = latents_in_memory(samples, latents_of, survey)
-            self._tables = {name: LatentTables([table]) for name, table in tables.items()}
+            self._tables = self._latents_in_memory(samples, latents_of, survey)
         else:
             self._makers = dict(latents_of)
         return survey
 
+    def _latents_in_memory(
+        self, samples: Feed, latents_of: Mapping[str, SourceLatents], survey: Survey
+    ) -> dict[str, LatentTables]:
+        if (sized := self.sized) is None:
+            tables = latents_in_memory(samples, latents_of, survey, samples.usable, len(self))
+            return {name: LatentTables([table]) for name, table in tables.items()}
+        rows = [sized.rows(number) for number in range(len(sized.shapes))]
+        made = [latents_in_memory(samples, latents_of, survey, own, len(own)) for own in rows]
+        return {name: LatentTables.of_sizes([part[name] for part in made], sized, rows) for name in latents_of}
+
     def _look(self, samples: Feed, latents_of: Mapping[str, SourceLatents]) -> None:
         """Report the faults of the encoders that a few of the samples show."""
-        batches = [*Feed(reader_of_source(samples).without_workers()).unaugmented(few_of(samples.usable), AT_ONCE)]
+        usable = samples.usable if self.sized is None else self.sized.rows(int(self.sized.numbers.mode().values))
+        batches = [*Feed(reader_of_source(samples).without_workers()).unaugmented(few_of(usable), AT_ONCE)]
         for name, latents in latents_of.items():
             for batch in batches:
                 latents.sides_of(batch)  # refuses latents that are not finite
@@ -418,12 +432,15 @@ class LatentReader(OfSource):
         runs = torch.tensor_split(indices, ends)
         return [part for run in runs if len(run) for part in torch.split(run, _AT_ONCE)]
 
-    def made(self, part: LatentPart) -> EncodedSamples:
-        """Return the metadata of encoded samples in parts such as `part`."""
+    def made(self, part: LatentPart, indices: Tensor) -> EncodedSamples:
+        """Return the metadata of the encoded samples `indices` (n, int64), in parts such as `part`."""
         columns = [f"{name}.{column}" for name, sides in part.sides.items() for column in sides]
-        return EncodedSamples(
-            self._picture_shape, next(iter(part.sides.values()))[MEAN].shape[1], self.digests, tuple(columns)
-        )
+        sides = next(iter(part.sides.values()))[MEAN].shape[1]
+        made = EncodedSamples(self._picture_shape, sides, self.digests, tuple(columns))
+        if self.sized is None:
+            return made
+        sizes = tuple((height, width) for _, height, width in self.sized.shapes)
+        return evolve(made, sizes=sizes, numbers=tuple(self.sized.numbers[indices].tolist()))
 
     def scale(self, indices: Tensor) -> tuple[Sequence[float], Sequence[float]]:
         """Return mean and deviation of each channel of the latents that are drawn from the samples `indices`.

@@ -292,18 +292,23 @@ class PictureTableBuilder:
         return {**facts, "shape": list(shape)}
 
 
-def latents_in_memory(samples: Feed, makers: Mapping[str, SourceLatents], survey: Survey) -> dict[str, PictureTable]:
-    """Return the latents that all `samples` hold, by the names of their encoders."""
+def latents_in_memory(
+    samples: Feed, makers: Mapping[str, SourceLatents], survey: Survey, rows: Tensor, num: int
+) -> dict[str, PictureTable]:
+    """Return the latents of the samples `rows` (n, int64), by the names of their encoders.
+
+    A table has `num` rows: those of all samples, or of `rows` alone.
+    """
     tables = {name: dict[str, Tensor]() for name in makers}
-    batches = samples.unaugmented(samples.usable)
-    what = "data: latents"
-    with closing(paced(batches, len(samples.usable), what, "rows", size=len)) as shown:
+    batches = samples.unaugmented(rows)
+    with closing(paced(batches, len(rows), "data: latents", "rows", size=len)) as shown:
         for batch in shown:
             others = conditions_beside(batch, makers.values())
             beside = _beside(samples, evolve(batch, conditions=others))
             assert batch.indices is not None
+            places = batch.indices if num == len(samples.reader) else torch.searchsorted(rows, batch.indices)
             for name, maker in makers.items():
-                fill_rows(tables[name], batch.indices, maker.sides_of(batch) | beside, len(samples.reader))
+                fill_rows(tables[name], places, maker.sides_of(batch) | beside, num)
     return {name: PictureTable(columns, survey) for name, columns in tables.items()}
 
 

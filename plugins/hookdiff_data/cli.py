@@ -140,7 +140,10 @@ def _to_shards(config: Any, folder: Path, size: float, overwrite: bool) -> dict[
     feed = build_feed(config, decode=False, encode="pictures").bind(1, config.run.seed)
     written = write_shards(feed, folder, int(size * 2**20))
     shared = {name: value for keys in config.data.shared.values() for name, value in keys.items()}
-    shared |= {"encoded": True} if is_encoded(feed) else {}
+    if is_encoded(feed):
+        # Latents of several sizes keep their sizes, which the shards list.
+        keys = ("image_size", "buckets", "bucket_step", "bucket_ratio") if feed.by_shape else ()
+        shared = {name: value for name, value in shared.items() if name not in keys} | {"encoded": True}
     return {**written, "data": as_toml({**written["data"], **shared})}
 
 

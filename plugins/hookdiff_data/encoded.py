@@ -14,14 +14,16 @@ from hookdiff.encoding import LatentReader, PictureEncoder
 from hookdiff.images import Transforms
 from hookdiff_data.members import Members, member_name, members, written
 
+_INPUTS = "image"  # the encoder of the inputs
+
 
 def check_sizes(config: Config) -> None:
-    """Raise UserError if pictures of several sizes are to be encoded: a folder of shards holds latents of one size."""
+    """Raise UserError for pictures in several sizes that are written with latents beside them."""
     encoders = [part for keys in config.data.shared.values() for part in (keys.get("encode") or {}).items()]
     names = [name for name, part in encoders if isinstance(part, PictureEncoder)]
-    if names and config.data.of(Transforms).has_sizes:
-        way_out = "leave out the encoder, and the pictures are written; or give image_size one side, without buckets"
-        raise UserError(f"--to-shards writes outputs of [data.encode.{names[0]}] of one size only: {way_out}")
+    if names and _INPUTS not in names and config.data.of(Transforms).has_sizes:
+        way_out = f"encode the pictures too, by [data.encode.{_INPUTS}], or give image_size one side, without buckets"
+        raise UserError(f"--to-shards writes pictures with outputs of [data.encode.{names[0]}] in one size: {way_out}")
 
 
 def is_encoded(feed: Feed) -> bool:
@@ -52,7 +54,7 @@ class MembersOfEncoders:
                 f"{name}.{column}": rows for name, columns in part.sides.items() for column, rows in columns.items()
             }
             if not self.facts:
-                self.facts = cattrs.unstructure(reader.made(part))
+                self.facts = cattrs.unstructure(reader.made(part, self.feed.usable))
             for row, index in enumerate(part.indices.tolist()):
                 sample = {} if pictures is None else dict(next(pictures)[1])
                 for name, rows in results.items():

@@ -13,7 +13,7 @@ from PIL import Image
 
 from hookdiff import ConfigError, load_config
 from hookdiff.experiment.build import build_feed
-from tests.conftest import wide, write_small
+from tests.conftest import Succeed, wide, write_small
 from tests.encoding.test_latent_reader import CALLS, ENCODE, pooled
 from tests.encoding.test_texts import assert_ranks_train_as_one, done, train_config
 
@@ -107,3 +107,22 @@ def test_an_interrupted_table_does_not_lose_the_others(path: Path) -> None:
     build_feed(load_config(path))
     now = {name: (path.parent / "cache" / "encoded" / name / "about.json").stat().st_mtime_ns for name in tables(path)}
     assert {name for name in now if now[name] != kept.get(name)} == {gone}
+
+
+@pytest.mark.parametrize("store", ["memory", *wide("none")])
+def test_shards_of_latents_list_the_size_of_each_sample(path: Path, succeed: Succeed, store: str) -> None:
+    before = build_feed(load_config(path)).bind(4, 3)
+    printed = succeed("data", path, "--to-shards", path.parent / "shards")
+    text = path.read_text()
+    encode = text[text.index("[data.encode.image]") :].partition("\n\n")[0]
+    head, tail = text.partition("[data]")[0], text[text.index("[model]") :]
+    keys = printed[printed.index("[data]") :].replace("[data]", f'[data]\nstore = "{store}"')
+    path.write_text(head + keys.partition("[data.encode")[0] + f"\n{encode}\n\n{tail}")
+    after = build_feed(load_config(path)).bind(4, 3)
+    assert (after.shape, after.picture_shape, after.shapes) == (before.shape, before.picture_shape, before.shapes)
+    for epoch in range(2):
+        for ours, theirs in zip(after.batches(epoch), before.batches(epoch), strict=True):
+            assert torch.equal(ours.indices, theirs.indices)
+            assert torch.equal(ours.inputs, theirs.inputs)
+    with pytest.raises(ConfigError, match="leave out buckets and image_size"):
+        build_feed(load_config(path, settings=["data.image_size=32", "data.buckets=true"]))

@@ -198,8 +198,8 @@ def test_an_array_has_one_size(folder: Path) -> None:
     assert feed.shapes == [(3, 24, 40)]
 
 
-def test_latents_of_several_sizes_are_not_written_into_shards(hookdiff: Any, folder: Path) -> None:
-    encoder = '[data.encode.image]\nuse = "autoencoder"\npath = "vae"\n'
+def test_pictures_of_several_sizes_are_not_written_with_latents_beside_them(hookdiff: Any, folder: Path) -> None:
+    encoder = '[data.encode.depth]\nuse = "autoencoder"\npath = "vae"\n'
     (folder / "config.toml").write_text(CONFIG + encoder)
-    check_refused(hookdiff("data", "config.toml", "--to-shards", "out"), "--to-shards", "data.encode.image", "buckets")
+    check_refused(hookdiff("data", "config.toml", "--to-shards", "out"), "--to-shards", "data.encode.depth", "buckets")
     assert not (folder / "out").exists()
