@@ -122,7 +122,7 @@ FAULTS = (
     Fault(
         "models: each batch of samples begins with the first class",
         "hookdiff/models/sample_request.py",
-        "tuple(k % num_classes for k in range(self.start, self.start + self.num))",
+        "tuple(k % num_classes for k in self._numbers)",
         "tuple(k % num_classes for k in range(self.num))",
     ),
     Fault(

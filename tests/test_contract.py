@@ -513,7 +513,9 @@ ROOMS = [
 CIRCLES = [
     {
         f"hookdiff.data.{part}"
-        for part in ("feed", "feed_checks", "feed_state", "marks", "memory_reader", "reader", "shape_order")
+        for part in (
+            *("feed", "feed_checks", "feed_state", "marks", "memory_reader", "picture_sizes", "reader", "shape_order"),
+        )
     },
     {
         f"hookdiff.loop.{part}"

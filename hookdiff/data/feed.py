@@ -199,6 +199,20 @@ class Feed:
         """The shape of a picture that the run makes, c h w."""
         return self.codec.shape if self.codec else self.shape
 
+    def input_shape(self, size: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Return the shape of an input of the network, c h w, for pictures of this `size`: height and width in pixels.
+
+        Default: the most frequent shape of the training samples.
+
+        Raises:
+            UserError: for a size that has no latents, and for samples without height and width.
+        """
+        if size is None:
+            return tuple(self.shapes[0])
+        from hookdiff.data.picture_sizes import input_shape  # only for another size
+
+        return input_shape(self, size)
+
     def blank(self, num: int, shape: Sequence[int] | None = None) -> Batch:
         """Return `num` samples of zeros on the device, of the shapes and dtypes of the data.
 

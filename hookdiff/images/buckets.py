@@ -7,35 +7,13 @@ centre, so it is never stretched. Sizes are height and width in pixels; texts ha
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from attrs import define
 from torch import Tensor
 
-Size = tuple[int, int]  # height and width
-
-_MOST_SIDE = 2**15
-
-
-def size_of(text: str) -> Size:
-    """Return height and width of a size such as "80x48" (width x height).
-
-    Raises:
-        ValueError: for any other text.
-    """
-    found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
-    if not found or not all(2 <= int(side) <= _MOST_SIDE for side in found.groups()):
-        side = text if text.isdigit() else "80"
-        raise ValueError(f"expected WIDTHxHEIGHT, such as {side}x{side}, got {text!r}")
-    return int(found[2]), int(found[1])
-
-
-def size_name(size: Sequence[int]) -> str:
-    """Return a size as texts have it, such as "80x48"; the last two numbers of `size` are height and width."""
-    return f"{size[-1]}x{size[-2]}"
+from hookdiff.data.picture_sizes import Size as Size, size_name as size_name, size_of as size_of
 
 
 def default_step(side: int) -> int:

@@ -137,6 +137,7 @@ class Defaults:
     def sample(self, loop: Loop, request: SampleRequest) -> Samples:
         if loop.sampler is None:
             raise UserError("this Loop has no sampler to make images with: write Loop(..., sampler=Sampling())")
+        shape = loop.feed.input_shape(request.size)
         with loop.weights(request.weights) as name, evaluating(loop.model):
             if request.num == 0:
                 return Samples(torch.empty(0, *loop.feed.picture_shape), name, loop.sampler)
@@ -144,7 +145,7 @@ class Defaults:
 
             images = loop.sampler.sample(
                 loop.model,
-                *(bound(loop.objective, request, loop.feed), loop.feed.shape, request.generators(), loop.device),
+                *(bound(loop.objective, request, loop.feed), shape, request.generators(), loop.device),
                 **arguments_for(request, loop.objective, loop.feed, loop.model),
             )
         if not request.raw:

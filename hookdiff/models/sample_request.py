@@ -23,6 +23,11 @@ def _has_a_row_each(request: Any, option: Any, conditions: Mapping[str, Any] | N
             raise ValueError(f"{option.name!r}: {name!r} has {size}, expected {request.num} rows, one per image")
 
 
+def _is_one_each(request: Any, _: Any, numbers: Sequence[int] | None) -> None:
+    if numbers is not None and len(numbers) != request.num:
+        raise ValueError(f"'numbers' has {len(numbers)} numbers, expected {request.num}, one per image")
+
+
 def with_all_members(sampler: MakesImages | None, objective: Objective | None = None) -> Sampler | None:
     """Return `sampler` with defaults for members that it lacks, if it accepts the `objective`; None remains None."""
     if sampler is None:
@@ -34,7 +39,7 @@ def with_all_members(sampler: MakesImages | None, objective: Objective | None = 
 
 @define(frozen=True)
 class SampleRequest:
-    """A request for `num` images, numbered from `start`; `seed`, `stream` and the number determine an image."""
+    """A request for `num` images, numbered from `start`; `seed`, `stream`, number and `size` determine an image."""
 
     num: int = field(validator=validators.ge(0))  # 0 only checks that the request can be met
     seed: int = 0
@@ -42,6 +47,8 @@ class SampleRequest:
     # "evaluate" for the images of metrics, which differ from images to look at
     stream: str = "sample"
     weights: str | None = None  # "model", or the name of an average; None: an average if there is one
+    size: tuple[int, int] | None = None  # height and width of the pictures; None: the most frequent of the data
+    numbers: tuple[int, ...] | None = field(default=None, validator=_is_one_each)  # None: those from `start`
     labels: tuple[int, ...] | None = None  # one per image, -1 is no class; None: see `default_labels`
     # n c h w, standard normal: the noise to start from; None: drawn
     noise: Tensor | None = field(default=None, eq=False)
@@ -59,8 +66,11 @@ class SampleRequest:
 
     def generators(self) -> list[Generator]:
         """Return one CPU generator for each image: image k is the same in any grid and batch, and on any device."""
-        numbers = range(self.start, self.start + self.num)
-        return [Generator().manual_seed(derive_seed(self.seed, self.stream, k)) for k in numbers]
+        return [Generator().manual_seed(derive_seed(self.seed, self.stream, k)) for k in self._numbers]
+
+    @property
+    def _numbers(self) -> Sequence[int]:
+        return range(self.start, self.start + self.num) if self.numbers is None else self.numbers
 
     def default_labels(self, num_classes: int, known: Tensor | None) -> tuple[int, ...]:
         """Return the labels of a request that gives none; the label of image k is the same in any request.
@@ -69,15 +79,14 @@ class SampleRequest:
         the data, if `known` (n, int64) holds them, so that each class is as frequent as in the data.
         """
         if self.stream != "evaluate" or known is None or not len(known):
-            return tuple(k % num_classes for k in range(self.start, self.start + self.num))
+            return tuple(k % num_classes for k in self._numbers)
         return tuple(int(known[row]) for row in self.rows(len(known)))
 
-    def rows(self, num_samples: int) -> list[int]:
+    def rows(self, num_samples: int, part: int = 1) -> list[int]:
         """Return the sample (of `num_samples`) that gives each image its conditions: in turn; random for metrics."""
-        numbers = range(self.start, self.start + self.num)
         if self.stream != "evaluate":
-            return [k % num_samples for k in numbers]
-        return [derive_seed(self.seed, self.stream, k, part=1) % num_samples for k in numbers]
+            return [k % num_samples for k in self._numbers]
+        return [derive_seed(self.seed, self.stream, k, part=part) % num_samples for k in self._numbers]
 
     def finish(self, samples: Samples, feed: Feed) -> Samples:
         """Return `samples` clamped to [-1, 1] if they are pictures, as `feed` says, unless the request is raw."""

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from hookdiff.data.feed import Feed
 from hookdiff.data.memory import to_device
+from hookdiff.data.picture_sizes import check_conditions, examples_for, labels_for, size_name, trained_sizes
 from hookdiff.data.reader import TextEncoders
 from hookdiff.errors import UserError
 from hookdiff.models.adapters import num_classes_of
@@ -30,16 +31,19 @@ def bound(objective: Objective, request: SampleRequest, feed: Feed) -> LossFunct
 def arguments_for(request: SampleRequest, objective: Objective, feed: Feed, model: nn.Module) -> dict[str, Any]:
     """Return labels, conditions and the images to start from, as arguments of the sampler."""
     wanted: dict[str, Any] = {}
+    shape = feed.input_shape(request.size)
+    size = request.size or (next(iter(trained_sizes(feed)), None) if feed.by_shape else None)
     labels, conditions, names = request.labels, request.conditions, objective.condition_names
     embedded = {} if request.texts is None else _encoders(feed).embed(request.texts)
     if feed.reader.texts:
-        embedded |= feed.reader.texts.of_size(feed.picture_shape[1:], request.num)
+        embedded |= feed.reader.texts.of_size(size or feed.picture_shape[1:], request.num)
     embedded = {name: rows for name, rows in embedded.items() if name in names}
     if conditions is None and names:
         if len(embedded) == len(set(names)):
             conditions = {}
         else:
-            conditions = objective.given(feed.examples(request.rows))
+            conditions = objective.given(examples_for(feed, request.rows, shape))
+            check_conditions(feed, conditions, shape)
             default = conditions.pop("labels", None)
             labels = labels or (None if default is None else tuple(default.tolist()))
         conditions |= embedded
@@ -47,7 +51,7 @@ def arguments_for(request: SampleRequest, objective: Objective, feed: Feed, mode
         wanted["conditions"] = {**embedded, **conditions}
     if objective.conditional:
         num_classes = num_classes_of(model)
-        labels = labels or request.default_labels(num_classes, feed.labels)
+        labels = labels or request.default_labels(num_classes, labels_for(feed, request.size))
         if len(labels) != request.num or not all(-1 <= label < num_classes for label in labels):
             raise UserError(f"expected {request.num} labels from 0 to {num_classes - 1}, or -1 for none, got {labels}")
         wanted["labels"] = torch.tensor(labels)
@@ -56,12 +60,17 @@ def arguments_for(request: SampleRequest, objective: Objective, feed: Feed, mode
     if request.noise is not None:
         wanted["noise"] = request.noise
     codec, mask = feed.codec, request.mask
+    for name, rows in (("images", request.images), ("mask", mask)):
+        if rows is not None and size and tuple(rows.shape[-2:]) != tuple(size):
+            raise ValueError(
+                f"{name} has pictures of {size_name(rows.shape)}, expected {size_name(size)}, as requested"
+            )
     if request.images is not None:
         images = codec.encode(to_device(request.images, feed.device)) if codec else request.images
         wanted |= {"images": images, "strength": request.strength}
     if mask is not None:
         # A latent is masked if any of its pixels is.
-        wanted["mask"] = functional.adaptive_max_pool2d(mask.float(), feed.shape[1:]).bool() if codec else mask
+        wanted["mask"] = functional.adaptive_max_pool2d(mask.float(), shape[1:]).bool() if codec else mask
     return wanted
 
 
