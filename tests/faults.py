@@ -232,8 +232,8 @@ FAULTS = (
     Fault(
         "samples: the transparent part of a mask is painted",
         "plugins/hookdiff_samples/pictures.py",
-        'shape[-1], "black")',
-        'shape[-1], "white")',
+        'size, "black")',
+        'size, "white")',
         "tests/plugins/test_sample_command.py::test_a_mask_lies_on_its_picture_whatever_its_format",
     ),
     Fault(

@@ -8,11 +8,12 @@ from contextlib import closing, nullcontext
 from typing import ClassVar
 
 import torch
-from attrs import converters, define, field
+from attrs import converters, define, evolve, field
 from attrs.validators import ge
 from torch import Tensor
 
 from hookdiff.authors.periodic import Periodic
+from hookdiff.data.picture_sizes import Size, picture_shapes, size_name, trained_near
 from hookdiff.errors import UserError
 from hookdiff.features.collected import Collected
 from hookdiff.features.reference import shares
@@ -22,7 +23,7 @@ from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
 from hookdiff.loop.saved import saved
 from hookdiff.machine.dtensor import is_sharded
-from hookdiff.machine.fitting import Fitting
+from hookdiff.machine.fitting import Fitting, is_out_of_memory
 from hookdiff.machine.network import is_closed, no_connections
 from hookdiff.machine.ranks import gathered, gathered_or_raised
 from hookdiff.models.sample_request import SampleRequest
@@ -43,19 +44,30 @@ _USUAL = ", ".join(f'"{name}" for {" x ".join(map(str, shape))}' for shape, name
 
 @define(eq=False)
 class ImageMaker:
-    """Samples images in batches of the sampler's `batch_size`; a size that does not fit in memory is halved."""
+    """Samples images in batches of the sampler's `batch_size`; a batch that does not fit in memory is halved.
+
+    All images have the `size`: height and width in pixels. Default: the most frequent size of the data.
+
+    Raises:
+        UserError: for a size that has no latents, and for samples without height and width.
+    """
 
     loop: Loop
+    size: Size | None = None
+    _near: list[Size] = field(init=False)  # trained sizes that are nearest to another size; empty for a trained size
     _fitting: Fitting = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        feed = self.loop.feed
+        feed.input_shape(self.size)
+        self._near = trained_near(feed, self.size) if self.size else []
         limit = self.loop.sampler.batch_size if self.loop.sampler else Sampler.batch_size
-        values = torch.Size(self.loop.feed.picture_shape).numel()
-        size = limit if self.loop.device.type != "cpu" else min(limit, max(_FEWEST_ON_CPU, _VALUES_ON_CPU // values))
-        self._fitting = Fitting(size, self.loop.device, any(map(is_sharded, self.loop.model.parameters())))
+        values = torch.Size((feed.picture_shape[0], *self.size) if self.size else picture_shapes(feed)[0]).numel()
+        num = limit if self.loop.device.type != "cpu" else min(limit, max(_FEWEST_ON_CPU, _VALUES_ON_CPU // values))
+        self._fitting = Fitting(num, self.loop.device, any(map(is_sharded, self.loop.model.parameters())))
 
     @property
-    def size(self) -> int:
+    def at_a_time(self) -> int:
         """The number of images in a batch."""
         return self._fitting.size
 
@@ -63,9 +75,20 @@ class ImageMaker:
         """Yield the images with these `numbers` in batches: n c h w, float32, on the CPU. `request` asks for a batch.
 
         Raises:
-            UserError: if not even one image fits, or if a batch does not fit and the model is sharded.
+            UserError: if not even one image fits, if a batch does not fit and the model is sharded, or if the network
+                fails at a size that was not trained.
         """
-        return self._fitting.parts(numbers, lambda part: self.loop.sample(request(part)).images.cpu())
+        return self._fitting.parts(numbers, lambda part: self._made(evolve(request(part), size=self.size)))
+
+    def _made(self, request: SampleRequest) -> Tensor:
+        try:
+            return self.loop.sample(request).images.cpu()
+        except Exception as error:  # a network may refuse a size by any error
+            if not self._near or isinstance(error, UserError) or is_out_of_memory(error):
+                raise
+            assert self.size is not None
+            refused = f"size {size_name(self.size)}: the network makes no pictures of this size: {error}"
+            raise UserError(f"{refused}; nearest trained sizes: {', '.join(map(size_name, self._near))}") from error
 
 
 @define(eq=False)
@@ -97,7 +120,7 @@ class Generated:
     @property
     def at_a_time(self) -> int:
         """The number of images that all ranks together sample at a time; all ranks must read this property together."""
-        return min(gathered(self._maker.size)) * self.loop.num_ranks
+        return min(gathered(self._maker.at_a_time)) * self.loop.num_ranks
 
     def used(self) -> str:
         """Return the name of the weights that sample now, such as "ema"; with guidance by a plugin, "ema with NAME"."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Size = tuple[int, int]  # height and width
 
 _MOST_SIDE = 2**15
+_NEAR = 3  # sizes in a message
 
 
 def trained_sizes(feed: Feed) -> dict[Size, int]:
@@ -91,16 +92,18 @@ def labels_for(feed: Feed, size: Size | None) -> Tensor | None:
     return feed.labels[feed.by_shape.of_shape(shape)] if shape in feed.shapes else feed.labels
 
 
+def trained_near(feed: Feed, size: Size) -> list[Size]:
+    """Return the trained sizes that are nearest to a `size` that was not trained; none for a trained size."""
+    known = trained_sizes(feed)
+    return [] if size in known else sorted(known, key=lambda other: _difference(size, other))[:_NEAR]
+
+
 def untrained_text(feed: Feed, size: Size) -> str:
     """Return a text about a `size` that was not trained, with the nearest sizes that were; "" for a trained size."""
-    known = trained_sizes(feed)
-    if size in known or not known:
+    if not (near := trained_near(feed, size)):
         return ""
-    near = sorted(known, key=lambda other: _difference(size, other))[:3]
-    what = "was" if len(near) == 1 else "were"
-    return f"the network was not trained on pictures of {size_name(size)}; nearest that {what}: " + ", ".join(
-        map(size_name, near)
-    )
+    trained = f"nearest trained size{'s' if len(near) > 1 else ''}: {', '.join(map(size_name, near))}"
+    return f"the network was not trained on pictures of {size_name(size)}; {trained}"
 
 
 def size_of(text: str) -> Size:

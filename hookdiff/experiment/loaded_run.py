@@ -20,6 +20,7 @@ from hookdiff.authors.sampler_info import sampler_info, takes_noise
 from hookdiff.data.absent_data import FeedWithoutData, absent
 from hookdiff.data.feed import Feed
 from hookdiff.data.feed_state import Facts, another_encoder
+from hookdiff.data.picture_sizes import Size, picture_shapes, size_name, size_of, trained_sizes, untrained_text
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.disk.lock import is_locked
 from hookdiff.encoding.codec import PictureCodec
@@ -111,6 +112,7 @@ class Run:
     device: str | None = None
     trust: bool = False
     _held: str | None = field(default=None, init=False)  # the weights of an open `with`
+    _reported: set[Size] = field(factory=set, init=False)  # sizes with a warning in the log
 
     @property
     def run_dir(self) -> Path:
@@ -194,13 +196,18 @@ class Run:
     def transforms(self) -> Transforms:
         """The transforms that give a picture the form of the samples of the run, without augmentation.
 
-        Pictures keep their size if the samples are not square, and their channels if these are neither grey nor RGB.
+        Pictures keep their size if the samples have one size that is no square, and their channels if these are neither
+        grey nor RGB. If samples have several sizes, `transforms.sized.nearest(height, width)` is the size that a
+        picture gets, and an argument of `transforms.fit`.
         """
         of_data, (channels, *sides) = self._checked.data.of(Transforms), self.loop.feed.picture_shape
         side = sides[0] if len(sides) == 2 and sides[0] == sides[1] else None
-        form: Any = {"image_size": side, "channels": channels if channels in (1, 3) else None}
-        resize = of_data.resize if of_data.image_size == side else None
-        return Transforms(**form, resize=resize, upscale=of_data.upscale, background=of_data.background)
+        form: Any = {"image_size": side, "resize": of_data.resize if of_data.image_size == side else None}
+        if self.loop.feed.by_shape:
+            sizes = tuple(map(size_name, trained_sizes(self.loop.feed)))
+            form = {"image_size": of_data.image_size or side, "buckets": sizes}
+        form |= {"channels": channels if channels in (1, 3) else None}
+        return Transforms(**form, upscale=of_data.upscale, background=of_data.background)
 
     @property
     def classes(self) -> list[str]:
@@ -305,17 +312,37 @@ class Run:
             raise UserError("the network was trained without labels: leave them out")
         return tuple(islice(cycle(numbers), num)) if numbers else None
 
+    def height_and_width(self, size: str | None) -> Size | None:
+        """Return height and width of pictures of a `size` such as "80x48" (width x height); None stays None.
+
+        Raises:
+            UserError: for a text that is no size, and for a size that has no latents.
+        """
+        if size is None:
+            return None
+        try:
+            wanted = size_of(size)
+        except ValueError as error:
+            raise UserError(f"size: {error}") from None
+        self.loop.feed.input_shape(wanted)
+        return wanted
+
     def sample(self, num: int = 16, **options: Any) -> Tensor:
         """Return `num` images: n c h w, float32, on the CPU; pictures are in [-1, 1]. `batches` has the options."""
         with shown_works(), closing(paced(self.batches(num, **options), num, "images")) as parts:
             images = list(parts)
-        shape = self.loop.feed.shape if options.get("raw") else self.loop.feed.picture_shape
-        return torch.cat(images) if images else torch.empty(0, *shape)
+        if images:
+            return torch.cat(images)
+        feed, size = self.loop.feed, self.height_and_width(options.get("size"))
+        made = (feed.picture_shape[0], *size) if size else picture_shapes(feed)[0]
+        return torch.empty(0, *(feed.input_shape(size) if options.get("raw") else made))
 
     def batches(
         self,
         num: int,
         *,
+        size: str | None = None,
+        numbers: Sequence[int] | None = None,
         labels: Iterable[str | int] | None = None,
         guidance_scale: float | None = None,
         steps: int | None = None,
@@ -340,6 +367,9 @@ class Run:
 
         Args:
             num: number of images.
+            size: width and height of the pictures in pixels, such as "80x48". Default: the most frequent size of the
+                training pictures. A size that was not trained logs a warning with the nearest ones that were, once.
+            numbers: numbers of the images, which give them their noise. Default: 0 to `num` - 1.
             labels: classes by name or number, used in turn; -1 is no class. Default: all classes in turn.
             guidance_scale: scale of classifier-free guidance. This and the next four replace the values of the config.
             steps: steps of the sampler.
@@ -365,8 +395,9 @@ class Run:
             UserError: for options that do not fit the run, and if not even one image fits in memory.
             ValueError: for tensors of another shape.
         """
+        wanted_size = self.height_and_width(size)
         if noise is not None:
-            if noise.shape != (expected := (num, *self.loop.feed.shape)):
+            if noise.shape != (expected := (num, *self.loop.feed.input_shape(wanted_size))):
                 raise ValueError(f"noise has the shape {tuple(noise.shape)}, expected {expected}")
             if self.loop.sampler and not takes_noise(self.loop.sampler):
                 raise UserError(f"{self.path}: the sampler takes no noise; leave it out")
@@ -383,6 +414,7 @@ class Run:
                 seed,
                 rows.start,
                 stream=stream,
+                numbers=None if numbers is None else tuple(numbers[rows.start : rows.stop]),
                 weights=self.in_loop(name),
                 labels=wanted and wanted[rows.start : rows.stop],
                 noise=None if noise is None else noise[rows.start : rows.stop],
@@ -396,7 +428,15 @@ class Run:
             )
 
         with self.weights(weights) as name, self.sampling(**changes):
-            yield from ImageMaker(self.loop).make(range(num), request)
+            for part in ImageMaker(self.loop, wanted_size).make(range(num), request):
+                self._report_untrained(wanted_size)
+                yield part
+
+    def _report_untrained(self, size: Size | None) -> None:
+        """Log a warning that names the nearest trained sizes, once for each size that was not trained."""
+        if size and size not in self._reported and (text := untrained_text(self.loop.feed, size)):
+            logger.warning("%s: %s", self.path, text)
+            self._reported.add(size)
 
     def _of_kinds(self, texts: Any) -> dict[str, Any]:
         """Return `texts` by kinds of captions; texts without a name are of the only kind, or of "text"."""

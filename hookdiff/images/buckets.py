@@ -71,6 +71,11 @@ class Buckets:
         """All sizes."""
         return sorted({size for group in self.groups for size in group})
 
+    def nearest(self, height: int, width: int) -> Size:
+        """Return the size that a picture of this height and width (pixels) gets: see `chosen`."""
+        (number,), _ = self.chosen(torch.tensor([[height, width]]))
+        return self.sizes[int(number)]
+
     def chosen(self, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the number in `self.sizes` of the size for each picture, and whether it must be enlarged (n, bool).
 

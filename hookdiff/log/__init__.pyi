@@ -16,5 +16,11 @@ from .findings import (
 from .log import MACHINE as MACHINE
 from .panel import Panel as Panel, grid as grid, save_grid as save_grid, show as show
 from .picture import Picture as Picture, read_info as read_info
-from .pixels import as_pictures as as_pictures, as_pillow as as_pillow, save_image as save_image, to_uint8 as to_uint8
+from .pixels import (
+    as_pictures as as_pictures,
+    as_pillow as as_pillow,
+    padded as padded,
+    save_image as save_image,
+    to_uint8 as to_uint8,
+)
 from .placement import PanelLayout as PanelLayout, panel_layouts as panel_layouts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,19 @@ def to_uint8(images: Tensor) -> Tensor:
 def as_pictures(images: Tensor) -> Tensor:
     """Return images (n c h w) that can be shown: with 1 or 3 channels unchanged, otherwise a grey image per channel."""
     return images if images.shape[1] in (1, 3) else images.flatten(0, 1).unsqueeze(1)
+
+
+def padded(images: Sequence[Tensor]) -> Tensor:
+    """Return images (c h w each, uint8) of one or several sizes as one tensor, n c h w.
+
+    Each image is centred on white in the height and the width of the largest ones.
+    """
+    height, width = (max(image.shape[side] for image in images) for side in (1, 2))
+    stack = torch.full((len(images), images[0].shape[0], height, width), 255, dtype=torch.uint8)
+    for row, image in zip(stack, images, strict=True):
+        top, left = (height - image.shape[1]) // 2, (width - image.shape[2]) // 2
+        row[:, top : top + image.shape[1], left : left + image.shape[2]] = image
+    return stack
 
 
 def as_pillow(image: Tensor) -> Image:

@@ -14,4 +14,5 @@ from .load import check_file as check_file, load_into as load_into, load_state a
 from .names import modules_named as modules_named
 from .plain import plain_tensors as plain_tensors
 from .sampler import Sampler as Sampler
+from .sampling_arguments import conditions_of_samples as conditions_of_samples
 from .weights import Buffers as Buffers, choose_weights as choose_weights, holding as holding

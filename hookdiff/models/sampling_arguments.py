@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from hookdiff.data.feed import Feed
@@ -42,8 +43,7 @@ def arguments_for(request: SampleRequest, objective: Objective, feed: Feed, mode
         if len(embedded) == len(set(names)):
             conditions = {}
         else:
-            conditions = objective.given(examples_for(feed, request.rows, shape))
-            check_conditions(feed, conditions, shape)
+            conditions = conditions_of_samples(objective, feed, request.rows, shape)
             default = conditions.pop("labels", None)
             labels = labels or (None if default is None else tuple(default.tolist()))
         conditions |= embedded
@@ -72,6 +72,22 @@ def arguments_for(request: SampleRequest, objective: Objective, feed: Feed, mode
         # A latent is masked if any of its pixels is.
         wanted["mask"] = functional.adaptive_max_pool2d(mask.float(), shape[1:]).bool() if codec else mask
     return wanted
+
+
+def conditions_of_samples(
+    objective: Objective, feed: Feed, choose: Callable[[int], Sequence[int]], shape: Sequence[int]
+) -> dict[str, Tensor]:
+    """Return the conditions of the training samples that `choose` picks, given their number, by name.
+
+    The samples have the `shape` (c h w), or the most frequent shape if no training sample has it. Labels are among the
+    conditions, as "labels", if the objective takes them.
+
+    Raises:
+        UserError: for a condition that is an image, if it does not fit inputs of `shape`.
+    """
+    conditions = objective.given(examples_for(feed, choose, shape))
+    check_conditions(feed, conditions, shape)
+    return conditions
 
 
 def _encoders(feed: Feed) -> TextEncoders:

@@ -31,8 +31,8 @@ def check_images(x: Tensor, in_channels: int, divisor: int, reason: str) -> None
     height, width = x.shape[2:]
     if min(height, width) < 1 or height % divisor or width % divisor:
         raise ValueError(
-            f"images of {height}x{width} do not fit, expected multiples of {divisor} for {reason}; "
-            f"nearest height: {nearest_multiples(height, divisor)}, width: {nearest_multiples(width, divisor)}"
+            f"images of {width}x{height} do not fit, expected multiples of {divisor} for {reason}; "
+            f"nearest width: {nearest_multiples(width, divisor)}, height: {nearest_multiples(height, divisor)}"
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hookdiff import SampleRequest, UserError
 from hookdiff.diffusion import Ask, Chain, Diffusion, Given, Guidance, Point, Sampling, Solver
+from hookdiff.models import conditions_of_samples
 from hookdiff.terminal import paced
 
 if TYPE_CHECKING:
@@ -72,19 +73,22 @@ def between_noises(
 ) -> Iterator[Tensor]:
     """Yield `rows` strips of `num` images in parts; see `noise_between`. `labels` has the class of each strip.
 
-    `asked` has the prompts, which the strips use in turn, and further arguments of `Run.batches`.
+    `asked` has the prompts, which the strips use in turn, the size, and further arguments of `Run.batches`.
     """
     options: dict[str, Any] = {**asked, "labels": labels and [label for label in labels for _ in range(num)]}
-    objective = run.loop.objective
+    objective, shape = run.loop.objective, run.loop.feed.input_shape(run.height_and_width(asked.get("size")))
     if prompts := asked.get("prompts"):
         options["prompts"] = [text for text in islice(cycle(prompts), rows) for _ in range(num)]
     elif objective.condition_names:  # all images of a strip get the conditions of one example
-        examples = run.loop.feed.examples(lambda known: [k // num % known for k in range(rows * num)])
-        conditions = objective.given(examples)
+
+        def choose(known: int) -> list[int]:
+            return [k // num % known for k in range(rows * num)]
+
+        conditions = conditions_of_samples(objective, run.loop.feed, choose, shape)
         known_labels = conditions.pop("labels", None)
         numbers = None if known_labels is None else known_labels.tolist()
         options |= {"conditions": conditions, "labels": options["labels"] or numbers}
-    noise = noise_between(run.loop.feed.shape, seed, rows, num)
+    noise = noise_between(shape, seed, rows, num)
     yield from paced(run.batches(rows * num, seed=seed, noise=noise, **options), rows * num, "images")
 
 

@@ -1,5 +1,6 @@
 """`hookdiff sample`: make images from a trained run."""
 
+from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 @run_argument("RUN|CHECKPOINT")
 @click.option(
     "--num", type=click.IntRange(1), metavar="N", help="Number of images, or of strips.  [default: 64, 4 strips]"
+)
+@click.option(
+    "--size", metavar="WIDTHxHEIGHT", help="Size of the images.  [default: the most frequent one of the data]"
 )
 @click.option("--interpolate", type=click.IntRange(2), metavar="N", help="Make strips of N interpolated images.")
 @solver_options
@@ -66,6 +70,7 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 def command(
     run: Path,
     num: int | None,
+    size: str | None,
     interpolate: int | None,
     labels: str | None,
     prompt: tuple[str, ...],
@@ -92,8 +97,10 @@ def command(
     NPZ file has the images as arr_0 (uint8, n h w c) and, if the run has classes, the class numbers as arr_1. The
     evaluators of the field read this form. --steps, --sampler, --precision, --compile and --guidance-scale replace the
     values of the config, and --set any other value, such as `data.encode.image.path` of an autoencoder that has moved.
-    With --images, a higher --strength keeps less of the picture. --mask is a picture of the same size; where the mask
-    is black or transparent, the picture stays unchanged. --prompt and --prompts are for a network that was trained on
+    --size 80x48 may be any size that the network takes; a warning names the nearest sizes on which it was trained.
+    With --images, a higher --strength keeps less of the picture, and each picture is resized and cropped to --size, or
+    to the nearest size on which the network was trained. --mask is a picture of the same size; where the mask is black
+    or transparent, the picture stays unchanged. --prompt and --prompts are for a network that was trained on
     captions: the grid has a row for each text, and --each writes the text beside the picture.
 
     --interpolate makes strips of images. The noise of a strip goes from one random noise to another along the sphere.
@@ -102,14 +109,21 @@ def command(
     """
     from hookdiff import load_run
     from hookdiff.cli import chosen_weights
+    from hookdiff.data import size_of
     from hookdiff.diffusion import Sampling
     from hookdiff.log import to_uint8
     from hookdiff.run_dir import run_of
     from hookdiff.terminal import paced
     from hookdiff_samples.between import between, between_classes, between_noises, between_prompts
+    from hookdiff_samples.images import Numbered, by_size, images_from, numbered
     from hookdiff_samples.pictures import Output, class_name, free_name, picture_files, read_mask, read_pictures
     from hookdiff_samples.prompts import read_prompts
 
+    if size is not None:
+        try:
+            size_of(size)
+        except ValueError as error:
+            raise UserError(f"--size: {error}") from None
     if mask is not None and not images:
         raise UserError("--mask needs --images: name the pictures to paint in")
     if interpolate and (images or columns):
@@ -127,14 +141,17 @@ def command(
     output.check()
     changes = [*settings, *([f"sampling.batch_size={batch_size}"] if batch_size else [])]
     with load_run(run, changes, device=device, trust=trust) as opened:
-        shape = opened.loop.feed.picture_shape
-        output.check_shape(shape)
-        pictures = read_pictures(files, shape, opened.transforms.background) if files else None
-        region = None if mask is None else read_mask(mask, files, shape)
+        output.check_shape(opened.loop.feed.picture_shape)
+        wanted = opened.height_and_width(size)
+        pictures = read_pictures(files, opened, wanted) if files else []
+        sizes = list(by_size(pictures, num)) if pictures else []
+        output.check_sizes(sizes)
+        region = None if mask is None else read_mask(mask, files, sizes[0])
         strength = strength or opened.usual_strength(region)
         rows = num // (interpolate or 1)
         numbers = opened.labels(words, rows)
         asked: dict[str, Any] = {"prompts": texts or None, "negative": negative}
+        placed: dict[str, Any] = {**asked, "size": size}
         ends = (opened.labels(words, 2) or ()) if interpolate and words and len(words) == 2 else ()
         opposite = texts if interpolate and len(texts) == 2 else []
         if ends and opposite:
@@ -147,26 +164,28 @@ def command(
                 info |= {"images": [file.name for file in files[:num]], "strength": strength}
             if mask:
                 info["mask"] = mask.name
-            info |= {key: value for key, value in asked.items() if value}
+            info |= {key: value for key, value in placed.items() if value}
             if interpolate:
                 info["interpolate"] = interpolate
+            parts: Iterator[Numbered]
             if ends or opposite:
                 other = between_classes(opened, ends) if ends else between_prompts(opened, opposite)
-                first = {**asked, **({"labels": ends[:1]} if ends else {"labels": numbers, "prompts": opposite[:1]})}
-                parts, numbers = between(opened, other, first, seed, rows, interpolate or 0), None
+                first = {**placed, **({"labels": ends[:1]} if ends else {"labels": numbers, "prompts": opposite[:1]})}
+                parts, numbers = numbered(between(opened, other, first, seed, rows, interpolate or 0)), None
             elif interpolate:
-                parts = between_noises(opened, numbers, asked, seed, rows, interpolate)
+                parts = numbered(between_noises(opened, numbers, placed, seed, rows, interpolate))
                 numbers = numbers and tuple(label for label in numbers for _ in range(interpolate))
+            elif pictures:
+                starts: dict[str, Any] = {"mask": region, "strength": strength, **asked}
+                parts = images_from(opened, pictures, num, labels=numbers, seed=seed, **starts)
             else:
-                starts: dict[str, Any] = {"images": pictures, "mask": region, "strength": strength}
-                parts = paced(opened.batches(num, labels=numbers, seed=seed, **starts, **asked), num, "images")
+                batches = opened.batches(num, labels=numbers, seed=seed, **placed)
+                parts = numbered(paced(batches, num, "images"))
             classes = [class_name(label, opened.classes) for label in numbers or ()]
             if texts and not opposite:
                 output.texts = [text for text in islice(cycle(texts), rows) for _ in range(interpolate or 1)]
-            done = 0
-            for part in parts:
-                output.add(to_uint8(part), info, classes[done : done + len(part)])
-                done += len(part)
+            for own, part in parts:
+                output.add(own, to_uint8(part), info, classes)
         named = [class_name(label, opened.classes) for label in ends] or opposite
         paths = output.finish(numbers, opened.classes, columns, info, named)
         origin = opened.origin(name)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy
-import torch
 from attrs import define, field
 from torch import Tensor
 
 from hookdiff import UserError
 from hookdiff.authors import by_class, save_animation, sheet
 from hookdiff.cli import check_free
-from hookdiff.data import to_unit_range
+from hookdiff.data import Size, size_name, to_unit_range, trained_sizes
 from hookdiff.disk import check_place, check_writable, new_file, reason, write_file, writing
 from hookdiff.images import (
     Folder,
@@ -31,7 +30,10 @@ from hookdiff.images import (
     upright_size,
     with_images,
 )
-from hookdiff.log import Panel, Picture, as_pictures, as_pillow, grid
+from hookdiff.log import Panel, Picture, as_pictures, as_pillow, grid, padded
+
+if TYPE_CHECKING:
+    from hookdiff.experiment import Run
 
 logger = logging.getLogger("hookdiff")
 
@@ -65,39 +67,48 @@ def _load(image: Any) -> None:
     decode(image, None, "black")
 
 
-def read_pictures(files: Sequence[Path], shape: Sequence[int], background: str) -> Tensor:
-    """Return the pictures in `files` as inputs of a model of images of `shape` (c h w): n c h w in [-1, 1].
+def read_pictures(files: Sequence[Path], run: Run, size: Size | None) -> list[Tensor]:
+    """Return the pictures in `files` as images to start from, c h w in [-1, 1].
 
-    Transparent pixels are drawn in front of the colour `background`, as in the data of the run.
+    They have the `size`; None: each has the nearest of the sizes on which `run` was trained. Transparent pixels are
+    drawn in front of the background of the run's data.
     """
-    channels, *sides = shape
-    if channels not in (1, 3) or len(set(sides)) != 1:
-        sizes = " x ".join(map(str, shape))
-        raise UserError(f"--images {files[0]}: needs a model of square grey or RGB images; this model makes {sizes}")
-    return torch.stack([to_unit_range(_fitted(file, channels, sides[0], background)) for file in files])
+    channels, *sides = run.loop.feed.picture_shape
+    if channels not in (1, 3):
+        shown = " x ".join(map(str, (channels, *sides)))
+        raise UserError(f"--images {files[0]}: needs a model of grey or RGB images; this model makes {shown}")
+    transforms, sizes = run.transforms, list(trained_sizes(run.loop.feed))
+
+    def fitted(file: Path) -> Tensor:
+        width, height = _size(file)
+        own = size or (sizes[0] if len(sizes) == 1 else transforms.sized.nearest(height, width))
+        return to_unit_range(_fitted(file, channels, own, transforms.background))
+
+    return [fitted(file) for file in files]
 
 
-def read_mask(file: Path, pictures: Sequence[Path], shape: Sequence[int]) -> Tensor:
+def read_mask(file: Path, pictures: Sequence[Path], size: Size) -> Tensor:
     """Return the mask in `file`, 1 1 h w, bool: True where it is white and not transparent.
 
-    The mask is resized and cropped like the `pictures`, so it must have the size of each picture.
+    The mask is resized and cropped to the `size` like the `pictures`, so it must have the size of each picture.
     """
     width, height = _size(file)
     for picture in pictures:
-        if (size := _size(picture)) != (width, height):
+        if (sides := _size(picture)) != (width, height):
             raise UserError(
-                f"--mask {file}: {width} x {height}, but {picture} is {size[0]} x {size[1]}; a mask needs the size of "
-                "each picture"
+                f"--mask {file}: {width} x {height}, but {picture} is {sides[0]} x {sides[1]}; a mask needs the size "
+                "of each picture"
             )
-    mask = _fitted(file, 1, shape[-1], "black")[None] >= _WHITE
+    mask = _fitted(file, 1, size, "black")[None] >= _WHITE
     if not mask.any():
         raise UserError(f"--mask {file}: no pixel is white; paint the part white that is to change")
     return mask
 
 
-def _fitted(path: Path, channels: int, side: int, background: str) -> Tensor:
+def _fitted(path: Path, channels: int, size: Size, background: str) -> Tensor:
     options: Any = {"channels": 1 if channels == 1 else 3, "background": background}
-    return _read(path, Transforms(image_size=side, upscale=True, **options).fit)
+    transforms = Transforms(image_size=max(size), upscale=True, **options)
+    return _read(path, lambda image: transforms.fit(image, size))
 
 
 def _size(path: Path) -> tuple[int, int]:
@@ -128,7 +139,7 @@ class Output:
     overwrite: bool
     between: int = 0  # images of a strip; 0: there are no strips
     texts: Sequence[str] = ()  # the prompt of each image, if there are prompts
-    _pixels: list[Tensor] = field(factory=list, init=False)  # uint8, n c h w
+    _pixels: dict[int, Tensor] = field(factory=dict, init=False)  # by number: uint8, c h w
     _singles: list[Path] = field(factory=list, init=False)  # files that were written
     _replaced: dict[int, list[Path]] = field(factory=dict, init=False)  # pictures of earlier calls, by number
 
@@ -165,6 +176,14 @@ class Output:
         if (self.each or self.is_archive) and shape[0] not in (1, 3):
             raise UserError(f"--each and .npz files are for grey or RGB images; this model makes {sizes}")
 
+    def check_sizes(self, sizes: Collection[Size]) -> None:
+        """Raise UserError if the images of an archive have several `sizes`."""
+        if self.is_archive and len(sizes) > 1:
+            names = ", ".join(map(size_name, sizes))
+            raise UserError(
+                f"--out {self.out}: an NPZ file has images of one size, not of {names}; give --size or --each"
+            )
+
     def _existing(self) -> Iterator[tuple[int, Path]]:
         """Yield the number and the path of each picture in the folder `each`, sorted by name."""
         for path in sorted(self.each.glob("[0-9]*.png")) if self.each else []:
@@ -177,13 +196,13 @@ class Output:
         written = set(self._singles)
         return [path for _, path in self._existing() if path not in written]
 
-    def add(self, pixels: Tensor, info: Mapping[str, Any], names: Sequence[str] = ()) -> None:
-        """Add the next images, uint8, n c h w; `info` has their settings, `names` their classes, if any."""
+    def add(self, numbers: Sequence[int], pixels: Tensor, info: Mapping[str, Any], names: Sequence[str] = ()) -> None:
+        """Add images, uint8, n c h w, by their numbers; `info` has their settings, `names` all classes, if any."""
         if self.out:
-            self._pixels.append(pixels)
+            self._pixels |= dict(zip(numbers, pixels, strict=True))
         if self.each:
-            for row, image in enumerate(pixels):
-                number, name = len(self._singles), names[row] if names else ""
+            for number, image in zip(numbers, pixels, strict=True):
+                name = names[number] if names else ""
                 path = self.each / single_name(number, name)
                 more: dict[str, Any] = {"classes": [name]} if name else {}
                 if self.texts:
@@ -215,7 +234,7 @@ class Output:
         of a strip; `info` goes into the PNG file of the grid.
         """
         if self.out:
-            pixels = torch.cat(self._pixels)
+            pixels = padded([self._pixels[number] for number in sorted(self._pixels)])
             if self.is_archive:
                 with writing(self.out):
                     _write_archive(self.out, pixels, labels)

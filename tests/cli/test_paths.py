@@ -125,7 +125,7 @@ METAVARS = {
     click.types.FloatParamType: {"X", "X X"},
     click.Path: {"FILE", "DIR", "FILE|DIR", "CONFIG"},
     click.types.StringParamType: {"NAME", "NAME|FILE", "NAME,no:NAME", "A,B,...", "HEX", "FILE", "X"}
-    | {"KEY=VALUE", "TABLE.KEY=VALUE", "NAME=X", "TEXT"},
+    | {"KEY=VALUE", "TABLE.KEY=VALUE", "NAME=X", "TEXT", "WIDTHxHEIGHT"},
 }
 # These mean something else in each command.
 DIFFERENT = {"--out", "--steps", "--num", "--columns", "--lr", "--set", "--to"}
