@@ -67,9 +67,11 @@ def save_whole(kind: str, folder: Path, scheduler: Any = None) -> Any:
     return pipeline
 
 
-def save_pictures(folder: Path, num: int = 8, side: int = 16) -> None:
-    """Save square pictures of noise."""
-    folder.mkdir()
+def save_pictures(folder: Path, num: int = 8, side: int = 16, height: int | None = None) -> None:
+    """Save pictures of noise; default: squares."""
+    folder.mkdir(parents=True)
     for k in range(num):
-        pixels = torch.randint(256, (side, side, 3), generator=torch.Generator().manual_seed(k)).to(torch.uint8)
+        pixels = torch.randint(256, (height or side, side, 3), generator=torch.Generator().manual_seed(k)).to(
+            torch.uint8
+        )
         Image.fromarray(pixels.numpy()).save(folder / f"{k}.png")

@@ -75,6 +75,9 @@ def command(
     machine, to choose an image size, a number of steps and grids that take about --minutes together. At most a tenth of
     the time goes into grids, unless even the smallest grid takes longer. You may change every line of the config.
 
+    If squares would cut off more than a fifth of the pixels, the images get sizes of about their own shapes, each with
+    about the pixels of a square (`data.buckets`).
+
     With --from, the config trains an adapter for a network that exists. Nothing is timed. The image size is that of the
     network, and the folder of the network gives what the config leaves open. Without captions beside the images, all
     have one caption: change it.
@@ -131,7 +134,7 @@ def _new(
     plan = fit(pictures, 60 * minutes if minutes else None, image_size, model == "diffusers")
     prompt = f" --prompt {shlex.quote(pictures.captions.prompts[0])}" if pictures.captions else ""
     lines = [
-        f"{out}: {pictures.summary} at {plan.side} x {plan.side}, {plan.steps:,} steps in about {plan.duration}",
+        f"{out}: {pictures.summary} at {plan.size}, {plan.steps:,} steps in about {plan.duration}",
         f"  hookdiff run {out}",
         f"  hookdiff sample runs/{out.stem}{prompt}",
     ]
@@ -163,7 +166,7 @@ def _fine_tuning(
     kind = "the whole network" if whole else "an adapter"
     prompt = f" --prompt {shlex.quote(plan.prompts[0])}" if plan.prompts else ""
     lines = [
-        f"{out}: {kind} of {source} for {plan.pictures.summary} at {plan.side} x {plan.side}, {plan.steps:,} steps",
+        f"{out}: {kind} of {source} for {plan.pictures.summary} at {plan.size}, {plan.steps:,} steps",
         f"  hookdiff run {out}",
         f"  hookdiff sample runs/{out.stem}{prompt}",
         f"  hookdiff {plan.export(out.stem)}",

@@ -10,7 +10,8 @@ from hookdiff import UserError
 from hookdiff_init.fit import sides
 from hookdiff_init.look import Pictures, read_captions
 from hookdiff_init.pipeline import Pipeline
-from hookdiff_init.write import CAPTIONS, commented, folder, plain, prompts
+from hookdiff_init.sizes import Sizes, sizes_for
+from hookdiff_init.write import CAPTIONS, commented, folder, of_one_size, plain, prompts, size_text
 
 _BATCH = 4
 _PASSES = 100  # over the images, if the steps allow it
@@ -30,10 +31,16 @@ class FineTuning:
     side: int  # of the training images in pixels
     caption: str  # of pictures without a caption
     whole: bool  # all weights train, and no adapter
+    sizes: Sizes | None = None  # of the training images; None: squares
 
     @property
     def batch_size(self) -> int:
-        return min(_BATCH, self.pictures.num)
+        return min(_BATCH, self.sizes.most if self.sizes else self.pictures.num)
+
+    @property
+    def size(self) -> str:
+        """The size of the training images, in words."""
+        return size_text(self.side, self.sizes)
 
     @property
     def steps(self) -> int:
@@ -72,7 +79,8 @@ def fine_tuning(pipeline: Pipeline, pictures: Pictures, side: int | None, whole:
     if pipeline.takes_texts and pictures.captioned:
         pictures = evolve(pictures, captions=read_captions(pictures))
     name = Path(str(pictures.path)).resolve().name.replace("_", " ").strip()
-    return FineTuning(pipeline, pictures, chosen, plain(name) or "a picture", whole)
+    sizes = None if pipeline.only_squares else sizes_for(pictures, chosen, step, pipeline.longest)
+    return FineTuning(pipeline, pictures, chosen, plain(name) or "a picture", whole, sizes)
 
 
 def text(plan: FineTuning, path: Path) -> str:
@@ -95,7 +103,8 @@ def _lines(plan: FineTuning, path: Path) -> Iterator[tuple[str, str]]:
     passes = round(plan.steps * plan.batch_size / plan.pictures.num)
     why = f"each image {passes} times; after too many steps, samples copy the images: compare the grids"
     yield f"steps = {plan.steps}", why
-    yield f"batch_size = {plan.batch_size}", "`micro_batch = 1` needs less memory"
+    limited = of_one_size(plan.batch_size, plan.sizes)
+    yield f"batch_size = {plan.batch_size}", f"{limited}; " * bool(limited) + "`micro_batch = 1` needs less memory"
     if not plan.whole:
         yield f"plugins = {list(_PLUGINS)}".replace("'", '"'), ""
     yield "", ""
@@ -137,7 +146,7 @@ def _data(plan: FineTuning) -> Iterator[tuple[str, str]]:
         "There is no key for repeats; for weights of sub-folders, docs/how-to/train-on-a-folder.md has `balanced`.",
     )
     yield "[data]", ""
-    yield from folder(plan.pictures, plan.side, plan.pipeline.channels)
+    yield from folder(plan.pictures, plan.side, plan.sizes, plan.pipeline.channels)
     if not plan.pipeline.takes_texts:
         return
     captions = plan.pictures.captions

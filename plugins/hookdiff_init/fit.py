@@ -11,6 +11,7 @@ from attrs import evolve
 from hookdiff import InMemory, UserError, build_loop, load_config
 from hookdiff.experiment import pick_device
 from hookdiff_init.look import Pictures
+from hookdiff_init.sizes import sizes_for
 from hookdiff_init.steps import fewest_steps
 from hookdiff_init.write import SHARE, Network, Plan, text
 
@@ -48,8 +49,10 @@ def fit(pictures: Pictures, seconds: float | None, side: int | None = None, diff
     device = pick_device("auto").type
     fitting, planned = None, seconds
     for tried in [side] if side else sides(pictures):
-        batch_size = min(pictures.num, _BATCH if device == "cpu" else 2 * _BATCH)
-        plan = Plan(tried, _network(tried), batch_size, diffusers, num=pictures.rows or _FEWEST)
+        network = _network(tried)
+        sizes = sizes_for(pictures, tried, network.divisor)
+        batch_size = min(sizes.most if sizes else pictures.num, _BATCH if device == "cpu" else 2 * _BATCH)
+        plan = Plan(tried, network, batch_size, sizes, diffusers, num=pictures.rows or _FEWEST)
         fewest = fewest_steps(tried)
         # The time grows at least with the number of pixels.
         if fitting and fitting.step_seconds * (tried / fitting.side) ** 2 * fewest > seconds:
@@ -108,7 +111,10 @@ def _rounded(steps: float) -> int:
 
 
 def rehearse(pictures: Pictures, plan: Plan) -> tuple[float, float]:
-    """Return the seconds of a step and of a grid of `plan` on this machine, with black images and captions "black"."""
+    """Return the seconds of a step and of a grid of `plan` on this machine, with black images and captions "black".
+
+    The images are squares: other sizes have about as many pixels.
+    """
     images = torch.zeros(2 * plan.batch_size, pictures.channels, plan.side, plan.side, dtype=torch.uint8)
     labels = torch.arange(len(images)) % len(pictures.classes) if pictures.classes else None
     texts = {"text": [["black"]] * len(images)} if pictures.texts else None

@@ -1,6 +1,7 @@
 """Asks the part `pretrained` which pictures and texts the network in a folder of diffusers takes."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from attrs import define
@@ -12,6 +13,8 @@ from hookdiff.options import fit_to, published
 
 _OPTION, _KEY = "--from", "model.path"
 _BLOCKS = ("block_out_channels", "encoder_block_out_channels")  # of an autoencoder: a width for each size
+_FOLDERS = ("unet", "transformer")  # of the network in a pipeline
+_OF_SQUARES = ("DiTTransformer2DModel",)  # classes of networks that take squares alone
 _CLASSES = ("num_class_embeds", "num_embeds_ada_norm")  # of a network that takes labels
 
 
@@ -26,6 +29,8 @@ class Pipeline:
     takes_texts: bool
     takes_classes: bool
     has_process: bool  # whether the folder says with which process the network was trained
+    only_squares: bool = False  # the network takes no other pictures
+    longest: int | None = None  # the longest side of a picture that it takes; None: any
 
 
 def pipeline_at(path: str) -> Pipeline:
@@ -54,15 +59,25 @@ def pipeline_at(path: str) -> Pipeline:
         raise UserError(f"{_OPTION}: {path}: {why}; name the folder of its pipeline, which has the autoencoder")
     size = network.get("sample_size")
     patch = network.get("patch_size")
+    divisor = factor * (patch if isinstance(patch, int) else _halvings(network, _BLOCKS[:1]))
+    positions = network.get("pos_embed_max_size")  # of SD3, on each side
     return Pipeline(
         path=path,
         side=size * factor if isinstance(size, int) else None,
-        divisor=factor * (patch if isinstance(patch, int) else _halvings(network, _BLOCKS[:1])),
+        divisor=divisor,
         channels=channels,
         takes_texts="text" in encode,
         takes_classes="text" not in encode and any(network.get(key) is not None for key in _CLASSES),
         has_process="process" in known.facts.get("diffusion", {}),
+        only_squares=_class_in(local_path(path, _OPTION)) in _OF_SQUARES,
+        longest=divisor * positions if isinstance(positions, int) else None,
     )
+
+
+def _class_in(folder: Path) -> Any:
+    """Return the name of the class of the network in the folder of a network or of a pipeline."""
+    inner = next((folder / name for name in _FOLDERS if (folder / name).is_dir()), folder)
+    return table_in(inner, "config.json", "network of diffusers", asked_by=_OPTION).get("_class_name")
 
 
 def _halvings(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:

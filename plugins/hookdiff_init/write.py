@@ -10,6 +10,7 @@ from attrs import define
 from hookdiff import LoopConfig, listed
 from hookdiff.terminal import in_words
 from hookdiff_init.look import Pictures
+from hookdiff_init.sizes import Sizes
 from hookdiff_init.steps import EXAMPLES, example, fewest_steps
 
 SHARE = 0.1  # of the time, for grids of samples
@@ -39,6 +40,7 @@ class Plan:
     side: int  # of the training images in pixels
     network: Network
     batch_size: int
+    sizes: Sizes | None = None  # of the training images; None: squares
     diffusers: bool = False  # the network is one of diffusers, which can make its samples
     steps: int = 1000
     step_seconds: float = 0.0
@@ -46,6 +48,11 @@ class Plan:
     grids: int = 1  # grids of the run; one is at the end
     grid_seconds: float = 0.0
     sampler_steps: int | None = None  # of the grids; None: the usual number
+
+    @property
+    def size(self) -> str:
+        """The size of the training images, in words."""
+        return size_text(self.side, self.sizes)
 
     @property
     def duration(self) -> str:
@@ -104,11 +111,11 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
         yield "", line
     yield "[run]", ""
     yield f"steps = {plan.steps}", f"about {plan.duration} on this machine; more steps give better images"
-    yield f"batch_size = {plan.batch_size}", ""
+    yield f"batch_size = {plan.batch_size}", of_one_size(plan.batch_size, plan.sizes)
     if plan.steps < _LOGS * LoopConfig().log_every:
         yield f"log_every = {max(1, plan.steps // _LOGS)}", "steps between two lines of the log"
     yield "", ""
-    yield from _data(pictures, plan.side)
+    yield from _data(pictures, plan.side, plan.sizes)
     yield "", ""
     yield from (_of_diffusers if plan.diffusers else _own)(pictures, plan.network)
     yield "", ""
@@ -180,7 +187,7 @@ def _toml(names: list[str]) -> str:
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
 
 
-def _data(pictures: Pictures, side: int) -> Iterator[tuple[str, str]]:
+def _data(pictures: Pictures, side: int, sizes: Sizes | None) -> Iterator[tuple[str, str]]:
     yield "[data]", ""
     if pictures.path is None:
         yield 'source = "digits"', "8 x 8 pixels, from scikit-learn"
@@ -188,7 +195,7 @@ def _data(pictures: Pictures, side: int) -> Iterator[tuple[str, str]]:
             yield f"image_size = {side}", ""
             yield "upscale = true", "larger than the images are"
     else:
-        yield from folder(pictures, side)
+        yield from folder(pictures, side, sizes)
     if texts := pictures.texts:
         assert pictures.captions is not None
         yield CAPTIONS
@@ -203,17 +210,38 @@ def _data(pictures: Pictures, side: int) -> Iterator[tuple[str, str]]:
         yield "mask = true", "a mask of the tokens that are not padding"
 
 
-def folder(pictures: Pictures, side: int, channels: int | None = None) -> Iterator[tuple[str, str]]:
-    """Yield the lines for pictures in a folder, as squares of `side`; with `channels`, if the network needs these."""
+def size_text(side: int, sizes: Sizes | None) -> str:
+    """Return the size of the training images in words; `sizes` is None for squares of `side`."""
+    return f"about {side} x {side}, in {len(sizes.counts)} sizes" if sizes else f"{side} x {side}"
+
+
+def of_one_size(batch_size: int, sizes: Sizes | None) -> str:
+    """Return the comment on a `batch_size` that the `sizes` limit, or ""."""
+    of_size = sizes is not None and batch_size == sizes.most
+    return "a batch has one size, and no size has more images" if of_size else ""
+
+
+def folder(
+    pictures: Pictures, side: int, sizes: Sizes | None, channels: int | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield the lines for pictures in a folder, as squares of `side`, or in `sizes` with as many pixels.
+
+    `channels` are those that the network needs; None: any.
+    """
     yield 'source = "folder"', ""
     others = f"{pictures.others:,} other file{'s are' if pictures.others > 1 else ' is'} not used"
     yield tomli_w.dumps({"path": pictures.path}).strip(), others if pictures.others else ""
     if pictures.flat:
         yield 'labels = "none"', '"folder": each sub-folder is a class'
     if not pictures.square or pictures.side != side:
-        sizes = f"{pictures.usual_size} pixels" + ", and other sizes" * (len(pictures.sizes) > 1)
-        yield f"image_size = {side}", f"of {sizes}: the shorter side is resized, the centre cropped"
-    if smaller := pictures.smaller(side):
+        before = f"{pictures.usual_size} pixels" + ", and other sizes" * (len(pictures.sizes) > 1)
+        way = "as many pixels as a square of this side" if sizes else "the shorter side is resized, the centre cropped"
+        yield f"image_size = {side}", f"of {before}: {way}"
+    if sizes:
+        yield "buckets = true", sizes.why
+        if sizes.step:
+            yield f"bucket_step = {sizes.step}", "the network takes sides that are multiples of this"
+    if smaller := sizes.small if sizes else pictures.smaller(side):
         yield "upscale = true", f"{smaller} of the images are smaller"
     if channels not in (None, pictures.channels):
         yield f"channels = {channels}", f"as the network takes; the images are {pictures.colour}"

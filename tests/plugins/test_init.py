@@ -10,6 +10,7 @@ import numpy
 import pytest
 import tomli
 import torch
+from hypothesis import assume, given, strategies as st
 from PIL import Image
 
 from hookdiff import load_config
@@ -17,6 +18,7 @@ from hookdiff.experiment.build import build_feed
 from hookdiff.log import panel_layouts, read_info
 from hookdiff_init.fit import fit
 from hookdiff_init.look import Pictures
+from hookdiff_init.sizes import sizes_for
 from hookdiff_init.steps import example
 from hookdiff_init.write import text
 from tests.conftest import Command, Succeed, check_facts, check_refused, pixels, wide
@@ -24,7 +26,7 @@ from tests.conftest import Command, Succeed, check_facts, check_refused, pixels,
 pytestmark = pytest.mark.usefixtures("here")
 
 
-def save(name: str, mode: str = "RGB", size: tuple[int, int] = (14, 10), seed: int = 0) -> Path:
+def save(name: str, mode: str = "RGB", size: tuple[int, int] = (12, 10), seed: int = 0) -> Path:
     path = Path("mine") / name
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels(seed, 16)).resize(size).convert(mode).save(path)
@@ -53,7 +55,7 @@ def mixed() -> None:
     save("small.png", size=(5, 5))
 
 
-COLOUR = (3, 8, 8)
+COLOUR, BUCKETS = (3, 8, 8), {"image_size": 8, "buckets": True, "bucket_step": 2}
 FOLDERS: dict[str, tuple[Callable[..., object], dict[str, Any], tuple[int, ...], int | None]] = {
     # what saves them, keys of [data], the shape of the samples, the number of classes
     "grey": (partial(several, 6, "{k}.png", mode="L"), {"image_size": 8}, (1, 8, 8), None),
@@ -65,7 +67,8 @@ FOLDERS: dict[str, tuple[Callable[..., object], dict[str, Any], tuple[int, ...],
     "one": (partial(save, "0.png"), {"image_size": 8}, COLOUR, None),
     "mixed": (mixed, {"image_size": 8, "channels": 3, "upscale": True}, COLOUR, None),
     "squares": (partial(several, 4, "{k}.png", size=(12, 12)), {}, (3, 12, 12), None),
-    "tiny": (partial(save, "0.png", size=(3, 2)), {"image_size": 8, "upscale": True}, COLOUR, None),
+    "wide": (partial(several, 6, "{k}.png", size=(14, 10)), BUCKETS, COLOUR, None),
+    "tiny": (partial(save, "0.png", size=(3, 2)), {**BUCKETS, "upscale": True}, COLOUR, None),
     "odd names": (odd_names, {"image_size": 8}, COLOUR, 2),
 }
 first = ("grey", "alpha", "classes", "rare classes", "mixed")
@@ -90,8 +93,8 @@ def test_the_config_fits_the_folder(hookdiff: Command, succeed: Succeed, kind: s
     feed.bind(config.run.batch_size)  # raises if there are too few images
 
 
-def test_larger_images_become_squares_of_a_power_of_two(succeed: Succeed) -> None:
-    save("0.png", size=(40, 21))
+def test_the_side_of_larger_images_becomes_a_power_of_two(succeed: Succeed) -> None:
+    save("0.png", size=(23, 21))
     succeed("init", "mine", "-o", "other.toml", "--minutes", "0.1", "--schema")
     assert Path("other.toml").read_text().startswith("#:schema ./hookdiff.schema.json\n")
     assert Path("hookdiff.schema.json").exists()
@@ -123,6 +126,50 @@ def test_a_size_that_no_network_takes_is_refused(hookdiff: Command, side: int, n
     save("0.png")
     check_refused(hookdiff("init", "mine", "--image-size", side), f"--image-size {side}", near)
     assert not Path("mine.toml").exists()
+
+
+def test_images_of_other_shapes_than_squares_keep_them(succeed: Succeed) -> None:
+    for k, size in enumerate([(40, 22)] * 5 + [(22, 40)] * 3 + [(30, 30)]):
+        save(f"{k}.png", size=size, seed=k)
+    out = succeed("init", "mine", "--minutes", "0.02")
+    check_facts(out, "at about 16 x 16, in 3 sizes")
+    written = Path("mine.toml").read_text()
+    table = tomli.loads(written)
+    assert {key: table["data"][key] for key in BUCKETS} == {"image_size": 16, "buckets": True, "bucket_step": 4}
+    # 40 x 22 becomes 22 x 12, which is cut to 20x12.
+    check_facts(written, "squares cut off 40 % of the pixels, these sizes 7 %: 20x12, 12x20, 16x16")
+    assert table["run"]["batch_size"] == 5
+    check_facts(written, "no size has more images")
+    feed = build_feed(load_config(Path("mine.toml"))).bind(5)
+    assert feed.shapes == [(3, 12, 20), (3, 20, 12), (3, 16, 16)]
+    succeed("run", "mine.toml", "--steps", 3, "--set", "sampling.steps=2", "--plugins", "no:samples")
+
+
+wholes = st.integers(1, 400)
+
+
+@given(
+    st.dictionaries(st.tuples(wholes, wholes), st.integers(1, 9), min_size=1), st.integers(1, 16), st.integers(1, 12)
+)
+def test_the_sizes_fit_the_network_and_cut_off_less_than_squares(sizes: Any, divisor: int, times: int) -> None:
+    pictures = Pictures("mine", sum(sizes.values()), 3, 8, sizes)
+    side = divisor * times
+    lost = {size: 1 - min(size) / max(size) for size in sizes}
+    mean = sum(lost[size] * count for size, count in sizes.items()) / pictures.num
+    assume(side >= 2 and abs(mean - 0.2) > 1e-6)
+    found = sizes_for(pictures, side, divisor)
+    if mean < 0.2 or found is None:
+        assert found is None
+        return
+    assert found.cut_by_squares == pytest.approx(mean)
+    assert found.cut < mean
+    assert found.counts.total() == pictures.num
+    taken = [[*map(int, name.split("x"))] for name in found.counts]
+    assert all(each % divisor == 0 for size in taken for each in size)
+    assert found.small >= sum(count for size, count in sizes.items() if min(size) < min(map(min, taken)))
+    longest = max(map(max, taken))
+    assert sizes_for(pictures, side, divisor, longest) == found
+    assert sizes_for(pictures, side, divisor, longest - 1) is None
 
 
 GRIDS: list[tuple[float | None, float, dict[str, int], list[int]]] = [

@@ -103,11 +103,12 @@ def test_check_marks_what_the_pipeline_gives(here: Path, succeed: Succeed) -> No
     check_facts(Path("red_hearts.toml").read_text(), "process and prediction")
 
 
-@pytest.mark.parametrize(("kind", "divisor"), [(SD, 4), *slow((SD3, 4), (SANA, 2))])
-def test_the_size_is_that_of_the_pipeline(kind: str, divisor: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "divisor", "longest"), [(SD, 4, None), *slow((SD3, 4, 4 * 96), (SANA, 2, None))])
+def test_the_size_is_that_of_the_pipeline(kind: str, divisor: int, longest: int | None, tmp_path: Path) -> None:
     save_whole(kind, tmp_path / "base")
     pipeline = pipeline_at(str(tmp_path / "base"))
     assert (pipeline.side, pipeline.divisor, pipeline.channels) == (16, divisor, 3)
+    assert (pipeline.only_squares, pipeline.longest) == (False, longest)
     assert (pipeline.takes_texts, pipeline.has_process, pipeline.takes_classes) == (True, True, False)
 
 
@@ -135,6 +136,21 @@ def test_colours_and_classes_are_those_of_the_network(here: Path, succeed: Succe
     sizes = {"image_size": 14, "upscale": True, "flip": False}
     assert tomli.loads(Path("mine.toml").read_text())["data"] == {"source": "folder", "path": "mine", **sizes, **data}
     succeed("run", "mine.toml", "--steps", "2", "--set", "sampling.steps=2")
+
+
+@pytest.mark.parametrize(("source", "step"), [("tinysd", 4), ("network", 2), ("squares", None)])
+def test_oblong_pictures_keep_their_shape_if_the_network_takes_it(
+    here: Path, succeed: Succeed, source: str, step: int | None
+) -> None:
+    for name in "ab":
+        save_pictures(Path("mine") / name, side=30, height=18)
+    one = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "norm_num_groups": 1}
+    sizes = {"sample_size": 12, "in_channels": 3, "out_channels": 3, "num_embeds_ada_norm": 4}
+    diffusers.DiTTransformer2DModel(**one, **sizes).save_pretrained("squares")
+    succeed("init", "mine", "--from", source, "--whole")
+    data = tomli.loads(Path("mine.toml").read_text("utf-8"))["data"]
+    assert (data.get("buckets", False), data.get("bucket_step")) == (step is not None, step)
+    succeed("run", "mine.toml", "--steps", "2", "--set", "sampling.steps=2", "--plugins", "no:samples")
 
 
 @pytest.mark.parametrize(
