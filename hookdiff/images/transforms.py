@@ -31,6 +31,10 @@ def _sides(image_size: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return image_size if isinstance(image_size, tuple) else () if image_size is None else (image_size,)
 
 
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _check_image_size(transforms: Transforms, option: Any, image_size: int | tuple[int, ...] | None) -> None:
     for side in _sides(image_size):
         between(2, 2**15)(transforms, option, side)
@@ -59,7 +63,9 @@ def _check_buckets(transforms: Transforms, option: Any, buckets: bool | tuple[st
 
 
 def _check_step(transforms: Transforms, option: Any, step: int | None) -> None:
-    if step is not None and (wrong := [side for side in _sides(transforms.image_size) if step < 1 or side % step]):
+    if step is not None and step < 1:
+        raise ValueError(f"'bucket_step' must be at least 1: {step}")
+    if step is not None and (wrong := [side for side in _sides(transforms.image_size) if side % step]):
         divisors = [of for of in range(1, wrong[0] + 1) if wrong[0] % of == 0]
         close = min(divisors, key=lambda of: abs(of - step))
         raise ValueError(f"'bucket_step' must divide image_size = {wrong[0]}, not {step}; nearest: {close}")
@@ -86,6 +92,7 @@ class Transforms:
 
     image_size: int | tuple[int, ...] | None = field(
         default=None,
+        converter=_as_tuple,
         validator=_check_image_size,
         metadata=about(
             "side of the samples: a picture's shorter side is resized to this (bicubic, antialiased), its centre is "
@@ -101,6 +108,7 @@ class Transforms:
     )
     buckets: bool | tuple[str, ...] = field(
         default=False,
+        converter=_as_tuple,
         validator=_check_buckets,
         metadata=about(
             "true: samples keep the shape of their pictures, about, with as many pixels as a square of `image_size`; a "
