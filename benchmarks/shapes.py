@@ -101,7 +101,7 @@ def train(work: Path, name: str, seed: int, minutes: float, steps: int | None, o
 
     torch.set_num_threads(1)
     if instead := ORIGINS[origin]:
-        hookdiff_networks.dit._places = instead  # type: ignore[assignment]
+        hookdiff_networks.dit._places = instead
     config: dict[str, Any] = {
         "run": {"steps": steps or 10**7, "batch_size": 48, "seed": seed, "threads": 1, "device": "cpu"},
         "data": {"source": "folder", "path": str(pictures(work / "pictures")), "image_size": 16, "flip": False},
@@ -124,6 +124,7 @@ def train(work: Path, name: str, seed: int, minutes: float, steps: int | None, o
         for size in [*SIZES, *UNTRAINED]:
             width, height = map(int, size.split("x"))
             generators = [torch.Generator().manual_seed(1000 * seed + number) for number in range(IMAGES)]
+            assert loop.sampler is not None
             with loop.weights(None), torch.no_grad():
                 images = loop.sampler.sample(
                     loop.model.eval(), loop.objective, (1, height, width), generators, loop.device
