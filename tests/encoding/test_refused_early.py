@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from hookdiff import ConfigError, InMemory, UserError, hookimpl, load_config
 from hookdiff.experiment.build import build_feed, build_loop
 from tests.conftest import check_refused, output, refused, write_small
-from tests.encoding.test_rest import NUM, Letters, pictures, samples
+from tests.data.test_rest import NUM, Letters, pictures, samples
 
 DIT = {"use": "dit", "patch_size": 2, "hidden_size": 16, "depth": 1, "num_heads": 2}
 Source = Callable[[], InMemory]
@@ -67,7 +67,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
 
     def config(source: Source, diffusion: dict[str, Any], changes: dict[str, Any], names: str = "image text") -> Path:
         uses = {"image": "Halves", "text": "Letters"}
-        encoders = {name: {"use": f"tests.encoding.test_rest:{uses[name]}", "log": "log"} for name in names.split()}
+        encoders = {name: {"use": f"tests.data.test_rest:{uses[name]}", "log": "log"} for name in names.split()}
         data = {"source": f"{source.__module__}:{source.__name__}", "cache_dir": "cache", "encode": encoders}
         of_model = {key.removeprefix("model."): value for key, value in changes.items() if key.startswith("model.")}
         tables = {"data": data, "model": of_model or DIT, "diffusion": diffusion}
@@ -124,7 +124,7 @@ class Unopened(Letters):
 
 def test_an_encoder_that_cannot_be_opened_is_refused_with_its_reason(write: Any, hookdiff: Any) -> None:
     path = write(*FIT)
-    path.write_text(path.read_text().replace("tests.encoding.test_rest:Letters", f"{__name__}:Unopened"))
+    path.write_text(path.read_text().replace("tests.data.test_rest:Letters", f"{__name__}:Unopened"))
     check_refused(hookdiff("check", path), "data.encode", "weights of nothing")
 
 

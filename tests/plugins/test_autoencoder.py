@@ -131,7 +131,7 @@ def test_latents_and_pictures_are_those_of_diffusers(folder: Path, save: Any, re
 def test_the_posterior_or_its_mean_is_trained_on(folder: Path, posterior: str) -> None:
     settings = [f"data.encode.image.posterior={posterior}"]
     feed = build_feed(load_config(folder / "latents.toml", settings=settings)).bind(6)
-    columns = feed.reader._tables["image"].columns
+    columns = feed.reader._tables["image"].tables[0].columns
     mean, std = columns["mean"][:, 0].float(), columns["std"][:, 0].float()
     drawn = torch.cat([(batch.inputs - mean[batch.indices]) / std[batch.indices] for batch in feed.batches(0)])
     assert float(drawn.std()) == pytest.approx(float(posterior == "sample"), abs=0.05)
