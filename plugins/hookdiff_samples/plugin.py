@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from hookdiff import Every, Loop, Periodic, SampleRequest, UserError, hookimpl, listed, nearest, parse_every
 from hookdiff.authors import ANIMATION_FORMATS, ImageMaker, by_class, sampler_info, save_animation, sheet, takes_noise
+from hookdiff.data import Size, size_name, size_of, trained_sizes, untrained_text
 from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling, Solver
 from hookdiff.log import Panel, Picture, grid
 from hookdiff.models import Sampler, num_classes_of
@@ -30,11 +32,20 @@ NAME = "samples"  # logged name of the sheets, and name of their folder
 _SHOWN, _FILMED = 4, 5  # images in a strip, and in the filmstrip
 _ANIMATED, _FRAMES = 16, 32  # images and frames of the animated denoising
 _MOST_CLASSES = 10  # classes that have a row by default
+_MOST_SIZES = 3  # sizes that have a panel by default
 
 
 def _has_both_ends(instance: object, option: Attribute[int], value: int) -> None:
     if value == 1:
         raise ValueError(f"'{option.name}' must be 0, or at least 2 for both ends: 1")
+
+
+def _are_sizes(instance: object, option: Attribute[tuple[str, ...]], sizes: tuple[str, ...]) -> None:
+    for size in sizes:
+        try:
+            size_of(size)
+        except ValueError as error:
+            raise ValueError(f"'{option.name}': {error}") from None
 
 
 def _texts(value: str | Sequence[str]) -> tuple[str, ...] | str:
@@ -45,11 +56,11 @@ def _texts(value: str | Sequence[str]) -> tuple[str, ...] | str:
 class SampleGrid(Periodic):
     """Generates images from the same noise at regular intervals, so that one can see the model learn.
 
-    A sheet has a panel for an average of the weights, for the weights themselves, and for each guidance scale. A panel
-    has a row for each class. The run directory keeps the sheets as `samples/step-00001000.png`, beside strips that show
-    the denoising of some images (`samples/denoising`) and images between two noises (`samples/interpolation`). In
-    `samples/filmstrip.png`, each row follows one noise over the whole training. The animation `samples/training.webp`
-    is made at the end of the run.
+    A sheet has a panel for an average of the weights, for the weights themselves, and for each guidance scale; if the
+    training pictures have several sizes, for each of the most frequent sizes. A panel has a row for each class. The run
+    directory keeps the sheets as `samples/step-00001000.png`, beside strips that show the denoising of some images
+    (`samples/denoising`) and images between two noises (`samples/interpolation`). In `samples/filmstrip.png`, each row
+    follows one noise over the whole training. The animation `samples/training.webp` is made at the end of the run.
     """
 
     every: Every = field(default=Every(1000), converter=parse_every, metadata=about("how often; 0: only at the end"))
@@ -91,6 +102,15 @@ class SampleGrid(Periodic):
         validator=optional([ge(1), le(1_000_000)]),
         metadata=about("steps of the sampler; default: the steps in [sampling]"),
     )
+    sizes: tuple[str, ...] = field(
+        default=(),
+        converter=tuple,
+        validator=_are_sizes,
+        metadata=about(
+            'sizes of the images, such as ["64x64", "80x48"] (width x height), a panel each; default: the '
+            f"{_MOST_SIZES} most frequent sizes of the training pictures"
+        ),
+    )
     seed: int = field(default=0, validator=ge(0), metadata=about("seed of the noise"))
     columns: int | None = field(
         default=None, validator=optional(ge(1)), metadata=about("images in a row; default: a nearly square panel")
@@ -121,6 +141,8 @@ class SampleGrid(Periodic):
     _labels: tuple[int, ...] = field(init=False, default=())  # number of the class or prompt of each image
     _names: tuple[str, ...] = field(init=False, default=())  # names of the classes, or the prompts
     _is_prompted: bool = field(init=False, default=False)
+    _sizes: tuple[Size | None, ...] = field(init=False, default=(None,))  # height and width; None: the only size
+    _usual: Size | None = field(init=False, default=None)  # the most frequent of these sizes, which the strips have
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -159,6 +181,21 @@ class SampleGrid(Periodic):
                     sampler.points(loop.objective)
                 except ValueError as error:
                     raise UserError(f"plugins.samples: {error}") from None
+        self._choose_sizes(loop)
+
+    def _choose_sizes(self, loop: Loop) -> None:
+        """Choose the sizes of the panels; raise UserError for a size that the network refuses."""
+        known = trained_sizes(loop.feed)
+        usual = [*known][:_MOST_SIZES] if loop.feed.by_shape else [None]
+        self._sizes = tuple(dict.fromkeys(map(size_of, self.sizes) if self.sizes else usual))
+        self._usual = max(self._sizes, key=lambda size: known.get(size, 0) if size else 0)
+        for size in self._sizes:
+            if size and (text := untrained_text(loop.feed, size)):
+                try:
+                    self._made(loop, loop.sampler, "model", labels=self._labels[:1], num=1, size=size)
+                except UserError as error:
+                    raise UserError(f"plugins.samples.sizes: {error}") from None
+                logger.warning("plugins.samples.sizes: %s", text)
 
     def _of_prompts(self, loop: Loop, numbers: Iterable[int]) -> dict[str, list[str]]:
         """Return the prompts with these numbers, as `texts` for a SampleRequest."""
@@ -196,16 +233,18 @@ class SampleGrid(Periodic):
         samplers = list(self._samplers(loop))
         (_, first), *_ = samplers
         recorded = self._recorded(loop, first)
+        recording = recorded
         panels: list[Panel] = []
-        for name in names:
-            for text, sampler in samplers:
-                used = sampler
-                if recorded and not panels and isinstance(sampler, Sampling) and isinstance(loop.objective, Diffusion):
-                    used = evolve(sampler.fit(loop.objective), sampler=recorded)
-                shown = "model, not averaged" if name == "model" and len(names) > 1 else name
-                title = f"{shown}{text}" if len(names) * len(samplers) > 1 else ""
-                titles = [title, *([] if panels else self._left_out())]
-                panels.append(self._panel(self._made(loop, used, name), "; ".join(filter(None, titles))))
+        for size, name, (text, sampler) in product(self._sizes, names, samplers):
+            used = sampler
+            if recording and size == self._usual and isinstance(sampler, Sampling):
+                assert isinstance(loop.objective, Diffusion)
+                used, recording = evolve(sampler.fit(loop.objective), sampler=recording), None
+            shown = "model, not averaged" if name == "model" and len(names) > 1 else name
+            title = [size_name(size)] if size and self._has_sizes else []
+            title += [f"{shown}{text}"] if len(names) * len(samplers) > 1 else []
+            titles = [", ".join(title), *([] if panels else self._left_out())]
+            panels.append(self._panel(self._made(loop, used, name, size=size), "; ".join(filter(None, titles))))
         strips = self._between(loop, first, names[0]) if self.interpolation else None
         if not loop.is_main:
             return
@@ -213,7 +252,12 @@ class SampleGrid(Periodic):
         info = {**self._info(loop, first, names[0], rows), "weights": list(names)}
         if len(samplers) > 1:
             info["guidance_scale"] = list(self.guidance_scales)
+        if self._has_sizes:
+            del info["size"]
+            info["sizes"] = [size_name(size) for size in self._sizes if size]
         abreast = len(samplers) if len(samplers) > 1 else 2
+        if len(self._sizes) > 1:  # a row for each size, or one row of all sizes
+            abreast = len(names) * len(samplers) if len(names) * len(samplers) > 1 else len(self._sizes)
         pictures = {NAME: sheet(panels, scale=self.scale, abreast=min(abreast, len(panels)), info=info)}
         if recorded and recorded.is_complete and self.denoising:
             strip = recorded.strip(self.denoising, _SHOWN)
@@ -226,6 +270,11 @@ class SampleGrid(Periodic):
             loop.log.texts({f"{NAME}/prompts": "\n".join(self._names)})
         self._film(loop, recorded, self._info(loop, first, names[0], rows))
 
+    @property
+    def _has_sizes(self) -> bool:
+        """Whether the panels name their sizes."""
+        return bool(self.sizes) or len(self._sizes) > 1
+
     def _left_out(self) -> list[str]:
         """Return a text that names the classes without rows; nothing if the config chose the classes."""
         without = [name for label, name in enumerate(self._names) if label not in self._labels]
@@ -235,11 +284,12 @@ class SampleGrid(Periodic):
 
     def _info(self, loop: Loop, sampler: Sampler | None, weights: str, rows: Sequence[int]) -> dict[str, Any]:
         """Return the settings that made the images of a picture; `rows` are the labels of its rows, if any."""
+        placed = {"size": size_name(self._usual)} if self._usual and self._has_sizes else {}
         kind = "prompts" if self._is_prompted else "classes"
         classes = {kind: [self._names[label] if label >= 0 else "-" for label in rows]} if rows else {}
         with loop.using(sampler=sampler):
             settings = sampler_info(loop, weights)
-        return {"weights": [weights], "seed": self.seed, **settings, **classes}
+        return {"weights": [weights], "seed": self.seed, **settings, **placed, **classes}
 
     def _recorded(self, loop: Loop, sampler: Sampler | None) -> Recorded | None:
         if isinstance(sampler, Sampling) and isinstance(loop.objective, Diffusion):
@@ -254,10 +304,13 @@ class SampleGrid(Periodic):
         weights: str,
         noise: Tensor | None = None,
         labels: tuple[int, ...] = (),
+        *,
+        num: int | None = None,
+        size: Size | None = None,
     ) -> Tensor:
         """Return the images of a panel, or one image for each of `noise` and its label: n c h w, on the CPU."""
         labels = labels or self._labels
-        num = len(noise) if noise is not None else len(labels) or self.num
+        num = num or (len(noise) if noise is not None else len(labels) or self.num)
 
         def request(part: range) -> SampleRequest:
             rows = slice(part.start, part.stop)
@@ -268,7 +321,7 @@ class SampleGrid(Periodic):
             return SampleRequest(len(part), self.seed, part.start, weights=weights, noise=begin, **asked)
 
         with loop.using(sampler=sampler):
-            images = torch.cat(list(ImageMaker(loop).make(range(num), request)))
+            images = torch.cat(list(ImageMaker(loop, size).make(range(num), request)))
         if broken := int((~images.isfinite()).flatten(1).any(1).sum()):
             step = loop.progress.step
             logger.warning(
@@ -283,13 +336,13 @@ class SampleGrid(Periodic):
 
     def _between(self, loop: Loop, sampler: Sampler | None, weights: str) -> Picture:
         """Return a picture with rows of images, each row between two noises."""
-        noise = noise_between(loop.feed.shape, self.seed, _SHOWN, self.interpolation)
+        noise = noise_between(loop.feed.input_shape(self._usual), self.seed, _SHOWN, self.interpolation)
         row_labels = [self._labels[row % len(self._labels)] for row in range(_SHOWN)] if self._labels else []
         labels = tuple(label for label in row_labels for _ in range(self.interpolation))
         if isinstance(sampler, Sampling):
             # New noise in each step would hide the change between images.
             sampler = evolve(sampler, sampler="ddim")
-        images = self._made(loop, sampler, weights, noise, labels)
+        images = self._made(loop, sampler, weights, noise, labels, size=self._usual)
         return grid(images, self.interpolation, self.scale).with_info(**self._info(loop, sampler, weights, row_labels))
 
     def _film(self, loop: Loop, recorded: Recorded | None, info: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Images of several sizes: `hookdiff sample` and `load_run(...).sample` of a run whose data is gone."""
+"""Images of several sizes: of `hookdiff sample` and a script, whose data is gone, and in the sheets of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import tomli_w
 import torch
 from PIL import Image
 
-from hookdiff import build_loop, load_config, load_run
+from hookdiff import UserError, build_loop, load_config, load_run
 from hookdiff.data import to_unit_range
 from hookdiff.log import to_uint8
+from hookdiff.run_dir import picture_files
 from tests.conftest import Command, check_facts, check_refused, output
-from tests.plugins.test_samples import info_of
+from tests.plugins.test_samples import Gallery, info_of, panels
 
 KINDS = {"ant": (48, 24), "bee": (30, 30), "cat": (20, 30)}  # width and height; they become 16x8, 8x8 and 8x12
 NUMBERS = {"ant": 12, "bee": 6, "cat": 4}
@@ -180,3 +181,79 @@ def test_the_transforms_of_a_run_give_other_pictures_its_sizes(run: Path) -> Non
         for width, height, size in ((90, 40, (8, 16)), (40, 90, (12, 8)), (41, 40, (8, 8))):
             assert transforms.sized.nearest(height, width) == size
             assert transforms.fit(Image.new("L", (width, height)), size).shape == (3, *size)
+
+
+def sheets(folder: Path, *settings: str, **options: Any) -> Gallery:
+    """Train a run with the plugin `samples` and these options in a new folder, and return what it has shown."""
+    write_pictures(folder / "pictures")
+    run = {**CONFIG["run"], "plugins": ["samples", "checkpoint"]}
+    data = {**CONFIG["data"], "path": str(folder / "pictures")}
+    tables = {**CONFIG, "run": run, "data": data, "plugins": {"samples": {"num": 6, "scale": 1, **options}}}
+    (folder / "c.toml").write_text(tomli_w.dumps(tables))
+    gallery = Gallery()
+    build_loop(load_config(folder / "c.toml", settings=settings), folder / "run", plugins={"gallery": gallery}).run()
+    return gallery
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "titles", "shapes"),
+    [
+        ({}, (), ["16x8", "8x8", "8x12"], [(8, 16), (8, 8), (12, 8)]),
+        ({"sizes": ["8x12", "16x8"]}, (), ["8x12", "16x8"], [(12, 8), (8, 16)]),
+        ({"sizes": ["10x10"]}, (), ["10x10"], [(10, 10)]),
+        (
+            {"guidance_scales": [1.0, 2.0], "sizes": ["8x8"]},
+            (),
+            ["8x8, model, guidance 1", "8x8, model, guidance 2"],
+            [],
+        ),
+        ({}, ("data.buckets=false",), [""], [(8, 8)]),
+    ],
+)
+def test_a_sheet_has_a_panel_for_each_size(
+    options: dict[str, Any],
+    settings: tuple[str, ...],
+    titles: list[str],
+    shapes: list[tuple[int, int]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    picture = sheets(tmp_path, *settings, **options).pictures["samples"]
+    shown = panels(picture)
+    assert [title for title, _ in shown] == titles
+    assert [images.shape[1:3] for _, images in shown][: len(shapes)] == shapes
+    sizes = [title.partition(",")[0] for title in titles]
+    assert picture.info.get("sizes") == ([*dict.fromkeys(sizes)] if sizes[0] else None)
+    for path, (_, images) in zip(picture_files(tmp_path / "run", "samples").values(), shown[:1], strict=True):
+        with load_run(tmp_path / "run") as opened:
+            made = to_uint8(opened.sample(6, size=sizes[0] or None, guidance_scale=1.0))
+        assert path.name == "step-00000002.png"
+        by_class = made[[0, 3, 1, 4, 2, 5]].permute(0, 2, 3, 1)  # a row for each class
+        assert (by_class.int() - images.int()).abs().max() <= 1
+    assert ("10x10" in caplog.text) == (titles == ["10x10"])
+
+
+def test_strips_and_animations_have_the_most_frequent_size(tmp_path: Path) -> None:
+    gallery = sheets(tmp_path, sizes=["8x8", "16x8"], interpolation=3, every=1)
+    for name in ("samples/denoising", "samples/interpolation"):
+        assert {images.shape[1:3] for _, images in panels(gallery.pictures[name])} == {(8, 16)}
+        assert gallery.pictures[name].info["size"] == "16x8"
+    with Image.open(tmp_path / "run" / "samples" / "denoising.webp") as animation:
+        columns, rows = (animation.size[k] // (side + 4) for k, side in ((0, 16), (1, 8)))
+        assert columns * rows == 6
+    with Image.open(tmp_path / "run" / "samples" / "filmstrip.png") as film:  # of the first panel
+        assert film.size == (4 + 2 * (8 + 4), 18 + 5 * (8 + 4))
+
+
+@pytest.mark.parametrize(
+    ("size", "facts"),
+    [
+        ("80", ("plugins.samples", "sizes", "WIDTHxHEIGHT", "80")),
+        ("17x8", ("plugins.samples.sizes", "17x8", "patch_size", "16x8")),
+    ],
+)
+def test_a_wrong_size_is_refused_before_the_first_step(size: str, facts: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        sheets(tmp_path, sizes=[size])
+    check_facts(error.value, *facts)
+    assert not (tmp_path / "run").exists()
