@@ -11,7 +11,9 @@ from .gaussian import (
     gaussian_prediction as gaussian_prediction,
     normal_quantiles as normal_quantiles,
 )
-from .generation import Generated as Generated, ImageMaker as ImageMaker, ImageMetric as ImageMetric
+from .generation import Generated as Generated, ImageMetric as ImageMetric
+from .image_maker import ImageMaker as ImageMaker
+from .measured_images import InOrder as InOrder, MeasuredImages as MeasuredImages
 from .mirroring import earlier as earlier, mirror as mirror, tracked as tracked
 from .sampler_info import sampler_info as sampler_info, takes_noise as takes_noise
 from .seeding import seeded as seeded

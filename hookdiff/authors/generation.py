@@ -1,19 +1,18 @@
-"""Samples many images with a Loop, and computes their features, in batches that fit in memory."""
+"""The features of images that a Loop samples, and the base of plugins that compare them with the data."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from typing import ClassVar
 
-import torch
-from attrs import converters, define, evolve, field
+from attrs import converters, define, field
 from attrs.validators import ge
 from torch import Tensor
 
+from hookdiff.authors.measured_images import InOrder, MeasuredImages
 from hookdiff.authors.periodic import Periodic
-from hookdiff.data.picture_sizes import Size, picture_shapes, size_name, trained_near
+from hookdiff.data.picture_sizes import picture_shapes
 from hookdiff.errors import UserError
 from hookdiff.features.collected import Collected
 from hookdiff.features.reference import shares
@@ -22,12 +21,9 @@ from hookdiff.log.pixels import to_uint8
 from hookdiff.loop.hookspecs import hookimpl
 from hookdiff.loop.loop import Loop
 from hookdiff.loop.saved import saved
-from hookdiff.machine.dtensor import is_sharded
-from hookdiff.machine.fitting import Fitting, is_out_of_memory
 from hookdiff.machine.network import is_closed, no_connections
 from hookdiff.machine.ranks import gathered, gathered_or_raised
 from hookdiff.models.sample_request import SampleRequest
-from hookdiff.models.sampler import Sampler
 from hookdiff.options.choices import chosen
 from hookdiff.options.default_names import DEFAULT_FEATURES, FEATURES_OF_OTHERS
 from hookdiff.options.fields import about
@@ -35,92 +31,41 @@ from hookdiff.options.imports import TRUST
 from hookdiff.options.structure import COUNT
 from hookdiff.terminal.pace import paced
 
-# Limits of a batch on a CPU: a larger batch takes more memory, and no less time. See benchmarks/README.md.
-_VALUES_ON_CPU = 1 << 16
-_FEWEST_ON_CPU = 16
-
 _USUAL = ", ".join(f'"{name}" for {" x ".join(map(str, shape))}' for shape, name in DEFAULT_FEATURES.items())
 
 
 @define(eq=False)
-class ImageMaker:
-    """Samples images in batches of the sampler's `batch_size`; a batch that does not fit in memory is halved.
-
-    All images have the `size`: height and width in pixels. Default: the most frequent size of the data.
-
-    Raises:
-        UserError: for a size that has no latents, and for samples without height and width.
-    """
-
-    loop: Loop
-    size: Size | None = None
-    _near: list[Size] = field(init=False)  # trained sizes that are nearest to another size; empty for a trained size
-    _fitting: Fitting = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        feed = self.loop.feed
-        feed.input_shape(self.size)
-        self._near = trained_near(feed, self.size) if self.size else []
-        limit = self.loop.sampler.batch_size if self.loop.sampler else Sampler.batch_size
-        values = torch.Size((feed.picture_shape[0], *self.size) if self.size else picture_shapes(feed)[0]).numel()
-        num = limit if self.loop.device.type != "cpu" else min(limit, max(_FEWEST_ON_CPU, _VALUES_ON_CPU // values))
-        self._fitting = Fitting(num, self.loop.device, any(map(is_sharded, self.loop.model.parameters())))
-
-    @property
-    def at_a_time(self) -> int:
-        """The number of images in a batch."""
-        return self._fitting.size
-
-    def make(self, numbers: range, request: Callable[[range], SampleRequest]) -> Iterator[Tensor]:
-        """Yield the images with these `numbers` in batches: n c h w, float32, on the CPU. `request` asks for a batch.
-
-        Raises:
-            UserError: if not even one image fits, if a batch does not fit and the model is sharded, or if the network
-                fails at a size that was not trained.
-        """
-        return self._fitting.parts(numbers, lambda part: self._made(evolve(request(part), size=self.size)))
-
-    def _made(self, request: SampleRequest) -> Tensor:
-        try:
-            return self.loop.sample(request).images.cpu()
-        except Exception as error:  # a network may refuse a size by any error
-            if not self._near or isinstance(error, UserError) or is_out_of_memory(error):
-                raise
-            assert self.size is not None
-            refused = f"size {size_name(self.size)}: the network makes no pictures of this size: {error}"
-            raise UserError(f"{refused}; nearest trained sizes: {', '.join(map(size_name, self._near))}") from error
-
-
-@define(eq=False)
 class Generated:
-    """Images sampled with the current weights, and their features. The number of an image sets its noise and class.
+    """Images sampled with the current weights, and their features. See `MeasuredImages`.
 
     Raises:
-        UserError: for unknown weights, and for features that do not accept images of this shape.
+        UserError: for unknown weights, and for features that do not accept images of these shapes.
     """
 
     loop: Loop
-    choice: Features | None  # None: the default for the shape of the images
+    choice: Features | None  # None: the default for the shapes of the images
     seed: int
     weights: str | None  # "model" or the name of an average; None: an average if there is one
     is_strangers: bool = False  # whether the config is untrusted; features then open without the network
     space: Space = field(init=False)
-    _maker: ImageMaker = field(init=False)
+    _images: MeasuredImages = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        shape = self.loop.feed.picture_shape
-        features = self.choice or usual_features(shape)
-        features.check(shape)
+        shapes = picture_shapes(self.loop.feed)
+        features = self.choice or usual_features(*shapes)
+        for shape in shapes:
+            features.check(shape)
         with no_connections(TRUST) if self.is_strangers else nullcontext():
             self.space = features.open(self.loop.device)
-        self.space.check(shape)
-        self._maker = ImageMaker(self.loop)
+        for shape in shapes:
+            self.space.check(shape)
+        self._images = MeasuredImages(self.loop, self.seed, self.weights)
         self.used()
 
     @property
     def at_a_time(self) -> int:
         """The number of images that all ranks together sample at a time; all ranks must read this property together."""
-        return min(gathered(self._maker.at_a_time)) * self.loop.num_ranks
+        return min(gathered(self._images.at_a_time)) * self.loop.num_ranks
 
     def used(self) -> str:
         """Return the name of the weights that sample now, such as "ema"; with guidance by a plugin, "ema with NAME"."""
@@ -128,33 +73,37 @@ class Generated:
         usual, used = (each.guidance if each else None for each in (self.loop.sampler, samples.sampler))
         return samples.weights if used is None or used is usual else f"{samples.weights} with {used.use}"
 
-    def images(self, numbers: range) -> Iterator[Tensor]:
-        """Yield the images with these `numbers` in batches, n c h w, float32; all ranks must call this."""
-
-        def request(part: range) -> SampleRequest:
-            return SampleRequest(len(part), self.seed, part.start, stream="evaluate", weights=self.weights)
-
-        return self._maker.make(numbers, request)
+    def image(self, number: int) -> Tensor:
+        """Return the image with this `number`, c h w, float32, on the CPU; all ranks must call this."""
+        _, images = next(self._images.parts(range(number, number + 1)))
+        return images[0]
 
     def features(self, num: int, what: str) -> Collected:
         """Return the features of the first `num` images, rounded to 8 bits as in a file; each rank samples a share.
 
-        `what` names the images in messages, such as "fid: images".
+        The rows are in the order of the images. `what` names the images in messages, such as "fid: images".
 
         Raises:
+            UserError: on all ranks, if the features of images of several sizes differ in their dimension.
             ValueError: on all ranks, if an image is not finite.
         """
-        start, end = shares(num)[self.loop.rank]
+        rank = self.loop.rank
+        start, end = shares(num)[rank]
         # The same number on all ranks, because ranks with a sharded model must call it equally often.
         most = max(last - first for first, last in shares(num))
+        of_ranks = [range(first, first + most) for first, _ in shares(num)]
         features, problems = Collected(), list[Exception]()
-        with closing(paced(self.images(range(start, start + most)), most, what)) as parts:
-            for part in _first(parts, end - start):
+        in_order = InOrder(features, start)
+        with closing(paced(self._images.parts(of_ranks[rank]), most, what, size=lambda part: len(part[0]))) as parts:
+            for numbers, images in parts:
+                kept = [row for row, number in enumerate(numbers) if number < end]
                 try:
                     if not problems:
-                        features.add(*self.space(_pixels(part, what)))
+                        in_order.add([numbers[row] for row in kept], *self.space(_pixels(images[kept], what)))
                 except Exception as error:  # raised below: all ranks of a sharded model must continue
                     problems.append(error)
+        for _ in range(self._images.missing(of_ranks, rank)):
+            self.image(0)
 
         def share() -> Collected:
             if problems:
@@ -210,13 +159,6 @@ class ImageMetric(Periodic):
 
     def act(self, loop: Loop) -> None:
         self.measure(loop)
-
-
-def _first(parts: Iterable[Tensor], num: int) -> Iterator[Tensor]:
-    """Yield the first `num` images of `parts`; all parts are sampled, even those that are not needed."""
-    for part in parts:
-        yield part[: max(0, num)]
-        num -= len(part)
 
 
 def _pixels(images: Tensor, what: str) -> Tensor:

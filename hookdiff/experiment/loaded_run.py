@@ -15,7 +15,7 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor, nn
 
-from hookdiff.authors.generation import ImageMaker
+from hookdiff.authors.image_maker import ImageMaker
 from hookdiff.authors.sampler_info import sampler_info, takes_noise
 from hookdiff.data.absent_data import FeedWithoutData, absent
 from hookdiff.data.feed import Feed

@@ -8,6 +8,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from hookdiff.errors import UserError
 from hookdiff.features.moments import Moments
 from hookdiff.features.space import Space
 
@@ -35,7 +36,12 @@ class Collected:
         return collected
 
     def add(self, features: Tensor, logits: Tensor | None = None) -> None:
-        """Add features, n d, and the logits of the same images, n k."""
+        """Add features, n d, and the logits of the same images, n k.
+
+        Raises:
+            UserError: for features of another dimension than those before.
+        """
+        check_dim(features, self.moments.dim)
         self.moments.add(features)
         if room := max(0, self.most - self._kept):
             # A copy: a view would keep all of the features in memory.
@@ -86,3 +92,12 @@ class Collected:
         collected._kept = len(rows)
         collected._logits = [tensors["logits"]] if "logits" in tensors else []
         return collected
+
+
+def check_dim(features: Tensor, expected: int | None) -> None:
+    """Raise UserError unless `features` (n d) have the `expected` dimension; None: any."""
+    if expected is not None and features.shape[1] != expected:
+        raise UserError(
+            f"the features have {expected:,} dimensions for some images, {features.shape[1]:,} for others; choose "
+            "features with one dimension for images of all sizes"
+        )

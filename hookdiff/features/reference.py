@@ -43,7 +43,8 @@ def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: in
         ValueError: for images or features that are not finite.
     """
     feed = feed.pictures
-    space.check(feed.shape)
+    for shape in feed.shapes:
+        space.check(shape)
     # In a random order, since the first rows are kept, and data is often sorted by class.
     indices = indices[torch.randperm(len(indices), generator=torch.Generator().manual_seed(0))]
     # Of pictures of several sizes, each block is arranged by size, so that the first rows have all sizes.

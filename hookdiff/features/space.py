@@ -114,9 +114,10 @@ class Features(Choice, ABC):
         return cast(type[Features], type("Own", (_Own,), {"function": staticmethod(target), "path": use}))
 
 
-def usual_features(shape: Sequence[int]) -> Features:
-    """Return the features for images of `shape` (c h w): see `DEFAULT_FEATURES`."""
-    return Features.of(DEFAULT_FEATURES.get(tuple(shape), FEATURES_OF_OTHERS))
+def usual_features(*shapes: Sequence[int]) -> Features:
+    """Return the features for images of these `shapes` (c h w): see `DEFAULT_FEATURES`."""
+    names = {DEFAULT_FEATURES.get(tuple(shape), FEATURES_OF_OTHERS) for shape in shapes}
+    return Features.of(names.pop() if len(names) == 1 else FEATURES_OF_OTHERS)
 
 
 def named_features(use: str, **options: Any) -> Features:

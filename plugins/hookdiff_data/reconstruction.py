@@ -1,6 +1,6 @@
 """The quality that the autoencoder of a config alone loses: pictures are compared with their reconstructions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -9,6 +9,7 @@ from attrs import evolve
 from torch import Tensor
 
 from hookdiff import Config, Feed, UserError
+from hookdiff.data import picture_shapes
 from hookdiff.encoding import TextEncoder
 from hookdiff.experiment import build_feed, pick_device
 from hookdiff.features import Moments, Space, few_images, frechet_distance, named_features, usual_features
@@ -32,7 +33,7 @@ def reconstruction(config: Config, num: int, features: str | None) -> tuple[dict
     """
     feed = build_feed(_of_few(config), encode="pictures")
     feed.blank(1)  # encodes a picture: an autoencoder that does not return pictures of this shape is refused
-    space, texts = _open(features, feed.picture_shape, pick_device(config.run.device))
+    space, texts = _open(features, picture_shapes(feed), pick_device(config.run.device))
     num = min(num, len(feed.usable))
     try:
         psnr, distance = _compare(feed, feed.usable[torch.arange(num) * len(feed.usable) // num], space)
@@ -59,13 +60,17 @@ def _of_few(config: Config) -> Config:
     raise UserError(f"{config.path}: --reconstruction needs an autoencoder: add the table {where}")
 
 
-def _open(features: str | None, shape: tuple[int, ...], device: torch.device) -> tuple[Space | None, list[str]]:
-    """Return the space to compare pictures of `shape` in, or None and the reason."""
+def _open(
+    features: str | None, shapes: Sequence[tuple[int, ...]], device: torch.device
+) -> tuple[Space | None, list[str]]:
+    """Return the space to compare pictures of these `shapes` in, or None and the reason."""
     try:
-        choice = named_features(features) if features else usual_features(shape)
-        choice.check(shape)
+        choice = named_features(features) if features else usual_features(*shapes)
+        for shape in shapes:
+            choice.check(shape)
         space = choice.open(device)
-        space.check(shape)
+        for shape in shapes:
+            space.check(shape)
     except UserError as error:
         if features:
             raise

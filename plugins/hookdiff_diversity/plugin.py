@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import torch
 from attrs import define, field
 from attrs.validators import ge, le, optional
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from hookdiff import Alarms, Every, Finding, Loop, UserError, hookimpl, parse_every, saved
 from hookdiff.authors import ImageMetric
 from hookdiff.features import ROWS, Collected, data_features
-from hookdiff.log import grid
+from hookdiff.log import grid, padded, to_uint8
 from hookdiff.machine import gathered_or_raised
 from hookdiff.options import about
 from hookdiff.terminal import duration
@@ -122,11 +121,19 @@ class Diversity(ImageMetric):
         assert self._training.numbers is not None
         chosen = near.closest[:_PAIRS]
         # The images are generated again, since all of them would not fit in memory.
-        samples = [next(self.generated.images(range(number, number + 1))) for number in chosen.tolist()]
+        samples = [self.generated.image(number) for number in chosen.tolist()]
         originals = self._training.numbers[near.numbers[chosen]]
         if not loop.is_main:
             return
-        (batch,) = loop.feed.pictures.unaugmented(originals, len(originals))
-        pairs = torch.stack((torch.cat(samples), batch.inputs.float().cpu()), dim=1).flatten(0, 1)
+        nearest = self._pictures(loop, originals)
+        pairs = [to_uint8(image[None])[0] for pair in zip(samples, nearest, strict=True) for image in pair]
         labels = [("sample", f"data, {distance:.2g}") for distance in near.distances[chosen].tolist()]
-        loop.log.images({"diversity": grid(pairs, _PAIRS, captions=[text for pair in labels for text in pair])})
+        captions = [text for pair in labels for text in pair]
+        loop.log.images({"diversity": grid(padded(pairs), _PAIRS, captions=captions)})
+
+    def _pictures(self, loop: Loop, indices: Tensor) -> list[Tensor]:
+        """Return the pictures of the data with these `indices`: c h w each, perhaps of several sizes."""
+        feed = loop.feed.pictures
+        images = [image for batch in feed.unaugmented(indices, len(indices)) for image in batch.inputs]
+        by_index = dict(zip(feed.arranged(indices).tolist(), images, strict=True))
+        return [by_index[index] for index in indices.tolist()]

@@ -84,7 +84,7 @@ def command(
     (arr_0), or an NPZ file of published statistics (mu and sigma). Default for B: the training images of the run A.
     --steps, --sampler, --guidance-scale, --seed, --weights and --set apply to the images that a run makes, as in
     `hookdiff sample`. If A or B is a run, pictures of the other set are resized and cropped as the run's data, with
-    its channels and its `background`.
+    its channels and its `background`. A run makes images of each size as often as its training data has it.
 
     In the space "inception" the Fréchet distance is FID. Compare only values of the same space, recipe and number of
     images. The floor is the distance that a perfect model would have with as many images as A. With --json, each recipe
@@ -122,9 +122,12 @@ def command(
         if not images:
             first, second = (side.gaussian for side in sets if isinstance(side, Statistics))
             rows.append({"space": None, "fd": frechet_distance(first, second)})
-        choices = _choices(features, options, images[0].shape) if images else []
+        # The images of a folder get the sizes of a run that they are compared with.
+        shapes = [shape for side in images[:1] + [side for side in images[1:] if side.made] for shape in side.shapes]
+        choices = _choices(features, options, shapes) if images else []
         for choice in choices:
-            choice.check(images[0].shape)
+            for shape in images[0].shapes:
+                choice.check(shape)
         # Errors are raised before the images of a run are made, which takes longest.
         spaces = [choice.open(pick_device(device or "auto")) for choice in choices]
         for space in spaces:
@@ -172,7 +175,7 @@ def _check(space: Space, sets: Sequence[ImageSet | Statistics]) -> None:
     images = [image_set for image_set in sets if isinstance(image_set, ImageSet)]
     for image_set in images:
         image_set.check(space)
-    features, _ = space(torch.zeros(1, *images[0].shape, dtype=torch.uint8))
+    features, _ = space(torch.zeros(1, *images[0].shapes[0], dtype=torch.uint8))
     for other in sets:
         if not isinstance(other, ImageSet) and len(other.gaussian.mean) != (dim := features.shape[1]):
             has = f"has statistics of {len(other.gaussian.mean):,} features"
@@ -200,14 +203,14 @@ def _count(num: int | None) -> str:
     return "statistics" if num is None else f"{num:,} images"
 
 
-def _choices(use: str | None, options: Mapping[str, str | None], shape: tuple[int, ...]) -> list[Features]:
-    """Return the features that the options name for images of `shape`: one, or one for each recipe."""
+def _choices(use: str | None, options: Mapping[str, str | None], shapes: Sequence[tuple[int, ...]]) -> list[Features]:
+    """Return the features that the options name for images of these `shapes`: one, or one for each recipe."""
     import attrs
 
     from hookdiff.features import named_features, usual_features
 
     options = {key: value for key, value in options.items() if value}
-    use = use or ("inception" if options else usual_features(shape).use)
+    use = use or ("inception" if options else usual_features(*shapes).use)
     recipes = [options.pop("recipe", None)]
     if recipes == [_ALL]:
         known: Any = attrs.fields_dict(type(named_features(use))).get("recipe")

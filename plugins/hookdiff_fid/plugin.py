@@ -32,8 +32,9 @@ class FID(ImageMetric):
     samples grows, so that number is logged as `fd/NAME/num`. `fd/NAME/floor` is the distance that a perfect model would
     have with as many samples, measured on training images. Compare only values with the same NAME and as many samples.
 
-    The images are rounded to 8 bits, as in a saved file. Each measurement uses the same noise, so that a curve shows
-    the training and not chance. The features of the data are kept in the user's cache.
+    If the training pictures have several sizes, each image has the size of a random training picture. The images are
+    rounded to 8 bits, as in a saved file. Each measurement uses the same noise, so that a curve shows the training and
+    not chance. The features of the data are kept in the user's cache.
     """
 
     section = "fid"

@@ -16,8 +16,9 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff import SampleRequest, UserError, load_config, load_run, why_missing
+from hookdiff.authors import InOrder, MeasuredImages
 from hookdiff.cli import chosen_weights
-from hookdiff.data import names_in, open_array
+from hookdiff.data import Size, labels_for, names_in, open_array, picture_shapes
 from hookdiff.experiment import build_feed
 from hookdiff.features import Collected, Gaussian, Space, data_features
 from hookdiff.images import (
@@ -42,6 +43,8 @@ _ARRAY = "arr_0"  # name of the images in an archive, as the usual evaluation pr
 
 _RESIZED, _CROPPED = "resized", "cropped"
 
+Labels = Callable[[Size | None], Tensor | None]  # returns the labels of the training samples of a size, if any
+
 _WAITING = 4 * _BATCH  # most pictures that wait until a batch of their size is full
 
 
@@ -64,14 +67,15 @@ class ImageSet:
 
     name: str
     total: int
-    shape: tuple[int, ...]  # of the first image, c h w
+    shapes: Sequence[tuple[int, ...]]  # c h w: of all images of a run or its data, else of the first image
     _read: Callable[[Sequence[Space]], list[Collected]]
     unreadable: dict[int, str] = field(factory=dict)  # reasons by image; filled by `features`
     passed_over: Sequence[str] = ()  # texts about files that are not pictures
     made: Mapping[str, Any] = field(factory=dict)  # how a run makes the images; empty for other sets
     is_data: bool = False  # the training data of a run
-    transforms: Transforms | None = None  # of a run: they give other pictures the size and channels of its samples
+    transforms: Transforms | None = None  # of a run: they give other pictures the sizes and channels of its samples
     changed: dict[int, Sequence[str]] = field(factory=dict)  # by image, the changes of its size
+    is_of_one_size: bool = True  # whether all changed images have the size of the first one
 
     @property
     def num(self) -> int:
@@ -83,13 +87,15 @@ class ImageSet:
         reasons = [self.unreadable[image] for image in sorted(self.unreadable)]
         counts = Counter(change for changes in self.changed.values() for change in changes)
         how = " and ".join(f"{counts[change]:,} {change}" for change in (_RESIZED, _CROPPED) if counts[change])
-        remark = f"of {self.total:,} images {how} to {size_text(self.shape[1:])}, as the data of the run"
+        target = size_text(self.shapes[0][1:]) if self.is_of_one_size else "their nearest sizes"
+        remark = f"of {self.total:,} images {how} to {target}, as the data of the run"
         return [*([remark] if how else []), *left_out_text(reasons, self.total), *self.passed_over]
 
     def check(self, space: Space) -> None:
-        """Raise UserError unless `space` takes the first image; no other image is made or read."""
+        """Raise UserError unless `space` takes images of the `shapes`; no image is made."""
         try:
-            space.check(self.shape)
+            for shape in self.shapes:
+                space.check(shape)
         except UserError as error:
             raise UserError(f"{self.name}: {error}") from None
 
@@ -128,16 +134,17 @@ def open_sets(paths: Sequence[Path], making: Making) -> list[ImageSet | Statisti
 
 
 def open_set(
-    path: Path, making: Making, labels: Tensor | None = None, transforms: Transforms | None = None
+    path: Path, making: Making, labels: Labels | None = None, transforms: Transforms | None = None
 ) -> ImageSet | Statistics:
     """Return the images at `path`, or the statistics.
 
     * A run, or a checkpoint: the images are made when their features are computed, with the noise of the plugin `fid`.
-      With the `labels` of a data set, each class is as frequent as in the data set. Default: the classes in turn.
+      Each size is as frequent as in the training data. With the `labels` of a data set, each class is as frequent as
+      in the data set. Default: the classes in turn.
     * A folder: all pictures at any depth that can be read.
     * An .npz: its array arr_0 (uint8, n h w or n h w c), or the statistics mu and sigma.
 
-    The `transforms` of the compared run give the pictures of a folder or an archive the size of the run's samples.
+    The `transforms` of the compared run give the pictures of a folder or an archive the sizes of the run's samples.
 
     Raises UserError for any other path, and for pictures that cannot be read.
     """
@@ -151,8 +158,8 @@ def open_set(
     return _made(path, making, labels) if _is_run(path) else _folder(path, transforms)
 
 
-def data_of(path: Path, settings: Sequence[str], trust: bool) -> tuple[ImageSet, Tensor | None]:
-    """Return the training images of the run at `path`, and the labels of all its data if there are classes.
+def data_of(path: Path, settings: Sequence[str], trust: bool) -> tuple[ImageSet, Labels]:
+    """Return the training images of the run at `path`, and the labels of its data.
 
     Raises UserError if `path` is not a run, or if its data is not on this machine.
     """
@@ -166,7 +173,7 @@ def data_of(path: Path, settings: Sequence[str], trust: bool) -> tuple[ImageSet,
     def read(spaces: Sequence[Space]) -> list[Collected]:
         return [data_features(feed, feed.training, space, f"{space.name}: {name}") for space in spaces]
 
-    return ImageSet(name, len(feed.training), feed.picture_shape, read, is_data=True), feed.labels
+    return ImageSet(name, len(feed.training), feed.shapes, read, is_data=True), partial(labels_for, feed)
 
 
 def _is_run(path: Path) -> bool:
@@ -174,21 +181,29 @@ def _is_run(path: Path) -> bool:
     return (path / CONFIG).is_file() or is_checkpoint
 
 
-def _made(path: Path, making: Making, known: Tensor | None) -> ImageSet:
+def _made(path: Path, making: Making, known: Labels | None) -> ImageSet:
     num, seed, run = making.num, making.seed, load_run(path, making.settings, device=making.device, trust=making.trust)
     with chosen_weights(run, making.weights) as weights, run.sampling(**making.sampling):
         made = run.info(weights, seed)
-        name, shape = f"{path} ({run.origin(weights)}{_in_words(made)})", run.loop.feed.picture_shape
-    classes = len(run.classes)
-    labels = SampleRequest(num, seed, stream="evaluate").default_labels(classes, known) if classes else None
+        name, shapes = f"{path} ({run.origin(weights)}{_in_words(made)})", picture_shapes(run.loop.feed)
+
+    def labels(request: SampleRequest, size: Size | None) -> tuple[int, ...]:
+        return request.default_labels(len(run.classes), known(size) if known else None)
 
     def read(spaces: Sequence[Space]) -> list[Collected]:
         click.echo(f"making {num:,} images of {name}", err=True)
-        parts = paced(run.batches(num, seed=seed, labels=labels, stream="evaluate"), num, f"images of {name}")
-        with run, run.weights(making.weights), run.sampling(**making.sampling), closing(parts):
-            return _collected(spaces, map(to_uint8, parts))
+        features = [Collected() for _ in spaces]
+        in_order = [InOrder(each) for each in features]
+        with run, run.weights(making.weights) as weights, run.sampling(**making.sampling):
+            images = MeasuredImages(run.loop, seed, run.in_loop(weights), labels if run.classes else None)
+            parts = paced(images.parts(range(num)), num, f"images of {name}", size=lambda part: len(part[0]))
+            with closing(parts):
+                for numbers, part in parts:
+                    for each, space in zip(in_order, spaces, strict=True):
+                        each.add(numbers, *space(to_uint8(part)))
+        return features
 
-    return ImageSet(name, num, shape, read, made=made, transforms=run.transforms)
+    return ImageSet(name, num, shapes, read, made=made, transforms=run.transforms)
 
 
 def _in_words(info: Mapping[str, Any]) -> str:
@@ -215,7 +230,7 @@ def _in_parts(name: str, num: int, parts: Callable[[], Iterator[Tensor]]) -> Ima
         with closing(paced(parts(), num, f"images of {name}")) as images:
             return _collected(spaces, images)
 
-    return ImageSet(name, num, tuple(next(parts()).shape[1:]), read)
+    return ImageSet(name, num, [tuple(next(parts()).shape[1:])], read)
 
 
 def _order(num: int) -> Tensor:
@@ -233,14 +248,18 @@ def _archive(path: Path, transforms: Transforms | None) -> ImageSet:
         shape = " x ".join(map(str, pixels.shape))
         raise UserError(f"{path}: {_ARRAY} has {shape} of {pixels.dtype}, expected n x h x w x c of uint8")
     images = torch.from_numpy(pixels).reshape(*pixels.shape[:3], -1).permute(0, 3, 1, 2)
-    changed = dict.fromkeys(range(len(images)), _changes(transforms, images.shape[2:])) if transforms else {}
+    height, width = images.shape[2:]
+    changed = dict.fromkeys(range(len(images)), _changes(transforms, (height, width))) if transforms else {}
 
     def parts() -> Iterator[Tensor]:
         for part in torch.split(_order(len(images)), _BATCH):
-            yield torch.stack([_fitted(transforms, image) for image in images[part]]) if transforms else images[part]
+            if transforms:
+                yield torch.stack([_fitted(transforms, image, (height, width)) for image in images[part]])
+            else:
+                yield images[part]
 
     try:
-        return evolve(_in_parts(str(path), len(images), parts), changed=changed)
+        return evolve(_in_parts(str(path), len(images), parts), changed=changed)  # all get one size
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -268,22 +287,29 @@ def _folder(path: Path, transforms: Transforms | None) -> ImageSet:
         yield from map(torch.stack, waiting.values())
 
     known: dict[str, Any] = {"unreadable": unreadable, "changed": changed, "passed_over": passed_over_text(folder)}
+    known["is_of_one_size"] = transforms is None or not transforms.has_sizes
     return evolve(_in_parts(str(path), len(folder), parts), **known)
 
 
 def _pixels(transforms: Transforms, image: Any) -> tuple[Any, Sequence[str]]:
     """Return the pixels of a picture, c h w, uint8, and the changes of its size."""
-    changes = _changes(transforms, upright_size(image))  # before `fit`, which may shrink or rotate the picture
-    return _fitted(transforms, image).numpy(), changes
+    width, height = upright_size(image)  # before `fit`, which may shrink or rotate the picture
+    return _fitted(transforms, image, (height, width)).numpy(), _changes(transforms, (height, width))
 
 
-def _fitted(transforms: Transforms, image: Any) -> Tensor:
-    return transforms.centre(transforms.fit(image))
+def _fitted(transforms: Transforms, image: Any, sides: Size) -> Tensor:
+    """Return the pixels of a picture with these `sides` (height, width), in the size of the run's samples."""
+    size = transforms.sized.nearest(*sides) if transforms.has_sizes else None
+    return transforms.centre(transforms.fit(image, size))
 
 
-def _changes(transforms: Transforms, sides: Sequence[int]) -> Sequence[str]:
-    """Return in words how `transforms` change the size of a picture of these `sides`."""
+def _changes(transforms: Transforms, sides: Size) -> Sequence[str]:
+    """Return in words how `transforms` change the size of a picture with these `sides` (height, width)."""
     if transforms.side is None:
         return ()
+    if transforms.has_sizes:
+        size = transforms.sized.nearest(*sides)
+        is_resized = max(size[0] / sides[0], size[1] / sides[1]) != 1
+        return [*[_RESIZED] * is_resized, *[_CROPPED] * (sides[0] * size[1] != sides[1] * size[0])]
     is_cropped = len(set(sides)) > 1 or transforms.side != transforms.square
     return [*[_RESIZED] * (min(sides) != transforms.side), *[_CROPPED] * is_cropped]

@@ -12,6 +12,7 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import Feed, InMemory, Loop, LoopConfig, UserError
 from hookdiff.data import digits
+from hookdiff.images import Transforms, feed_of
 from hookdiff.log import Picture, panel_layouts
 from hookdiff.loop.saved import restore_state, state_of
 from hookdiff_diversity import Diversity
@@ -284,6 +285,54 @@ def test_the_picture_shows_each_copy_beside_its_original() -> None:
         assert abs(copy.astype(int) - original).max() <= 2
     assert len({tile.tobytes() for tile in tiles[::2]}) > 4
     assert picture.pixels.std() > 20
+
+
+class SizedCopier:
+    """Paints training images of the size that is asked for."""
+
+    def __init__(self, feed: Feed) -> None:
+        batches = list(feed.unaugmented(feed.training, 1000))
+        self.pool = {tuple(batch.inputs.shape[1:]): batch.inputs for batch in batches}
+
+    def sample(self, net: nn.Module, objective: Any, shape: Any, generators: Any, device: torch.device, /) -> Tensor:
+        pool = self.pool[tuple(shape)]
+        return pool[[int(torch.randint(len(pool), (), generator=generator)) for generator in generators]]
+
+
+def in_squares(images: Tensor) -> Tensor:
+    return torch.nn.functional.adaptive_avg_pool2d(images, 4).flatten(1)
+
+
+def test_pairs_of_several_sizes_are_padded_to_the_largest() -> None:
+    sizes = {(20, 40): 60, (30, 30): 30, (40, 20): 20}
+    kinds = [size for size, num in sizes.items() for _ in range(num)]
+    generator = Generator().manual_seed(0)
+    pixels = [torch.randint(0, 250, (3, *size), generator=generator, dtype=torch.uint8) for size in kinds]
+    feed = feed_of(
+        [{"image": image} for image in pixels], Transforms(image_size=30, buckets=("40x20", "30x30", "20x40"))
+    )
+    shown: dict[str, Picture] = {}
+    plugin = Diversity(every=0, num_samples=60, seed=2, features="tests.plugins.test_diversity:in_squares")
+    note, model = acting(on_images=lambda images: shown.update(images)), nn.Conv2d(3, 3, 1)
+    loss = lambda net, batch: net(batch.inputs).square().mean()  # noqa: E731
+    limits, optimizer = LoopConfig(steps=1, batch_size=8), torch.optim.SGD(model.parameters(), lr=0)
+    plugins = {"diversity": plugin, "note": note}
+    Loop(model, optimizer, loss, feed, limits, plugins, sampler=SizedCopier(feed)).run()
+    assert plugin.diagnosis is not None
+    assert plugin.diagnosis.kind == "copies of the training set"
+    (place,) = panel_layouts(shown["diversity"].info)
+    assert place.width == place.height == 40
+    found = set()
+    for number in range(0, 16, 2):
+        left, top, right, bottom = zip(*(place.box(number + k) for k in range(2)), strict=True)
+        sides = zip(top, bottom, left, right, strict=True)
+        copy, original = (shown["diversity"].pixels[a:b, c:d] for a, b, c, d in sides)
+        assert abs(copy.astype(int) - original).max() <= 2
+        painted = (original < 255).any(2)
+        margins = [int(painted.any(axis).argmax()) for axis in (1, 0)]  # white above and beside the image
+        found.add((40 - 2 * margins[0], 40 - 2 * margins[1]))
+    assert found <= sizes.keys()
+    assert len(found) > 1
 
 
 def test_each_diagnosis_warns_once_until_it_changes(caplog: pytest.LogCaptureFixture) -> None:

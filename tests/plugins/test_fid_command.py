@@ -8,16 +8,19 @@ from typing import Any
 
 import numpy
 import pytest
+import tomli_w
 import torch
 from PIL import Image
 
 from hookdiff import SampleRequest, load_run
+from hookdiff.authors import MeasuredImages
 from hookdiff.data import digits
-from hookdiff.experiment.loaded_run import Run
-from hookdiff.features import Collected, Moments, frechet_distance
+from hookdiff.features import Collected, Features, Moments, frechet_distance
+from hookdiff.images import Folder, feed_of
 from hookdiff.log.pixels import save_image, to_uint8
 from hookdiff_features import Digits
 from tests.conftest import SMALL, Command, Succeed, check_facts, check_refused, output, records, wide, write_small
+from tests.plugins.test_samples_sizes import CONFIG, write_pictures
 
 Row = Callable[..., dict[str, Any]]
 
@@ -222,14 +225,14 @@ def test_no_image_is_made_of_a_run_before_all_is_known_to_fit(
     Path("recipes_here.py").write_text(RECIPES)
     (run,) = Path("runs").iterdir()
     made: list[int] = []
-    make = Run.batches
+    make = MeasuredImages.parts
 
-    def batches(run: Run, num: int, **options: Any) -> Iterator[torch.Tensor]:
-        made.append(num)
+    def parts(images: MeasuredImages, numbers: range) -> Iterator[Any]:
+        made.append(len(numbers))
         print("now", file=sys.stderr)
-        return make(run, num, **options)
+        return make(images, numbers)
 
-    monkeypatch.setattr(Run, "batches", batches)
+    monkeypatch.setattr(MeasuredImages, "parts", parts)
     for words, fact in (
         (["even", "--features", "fashion-mnist"], "1 x 8 x 8"),
         (["small"], "9 x 6 is smaller than 8 x 8; upscale = true"),
@@ -342,3 +345,49 @@ def test_what_cannot_be_compared(words: list[str], facts: tuple[str, ...], sets:
     numpy.savez("number.npz", mu=numpy.float64(1), sigma=numpy.float64(1))
     numpy.savez("two.npz", mu=numpy.zeros(2), sigma=numpy.eye(2))
     check_refused(hookdiff("fid", *words), *facts)
+
+
+PARTS = """
+import torch
+
+def parts(images):
+    rows = images.flatten(1)
+    return torch.stack([rows.mean(1), rows.std(1)], 1)
+"""
+
+
+def test_a_run_of_several_sizes_is_compared_in_the_sizes_of_its_data(
+    here: Path,
+    user_module: Callable[[str, str], None],
+    succeed: Succeed,
+    compare: Row,
+    hookdiff: Command,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    user_module("sized_here", PARTS)
+    write_pictures(here / "pictures")
+    features = {"use": "sized_here:parts"}
+    tables = {**CONFIG, "optimizer": {"lr": 0.2}, "plugins": {"fid": {"features": features, "num_samples": 60}}}
+    tables["run"] = {**CONFIG["run"], "steps": 4, "plugins": ["checkpoint", "fid"]}
+    (here / "c.toml").write_text(tomli_w.dumps(tables))
+    succeed("run", "c.toml", "--out", "run", "--trust")
+    (values,) = (line for line in records(Path("run")) if "fd/sized_here.parts" in line)
+    words = ("--features", "sized_here:parts", "--trust", "--num", 60)
+    row = compare("run", *words)
+    for name in ("fd", "kid", "recall", "coverage"):
+        assert row[f"{name}/sized_here.parts"] == pytest.approx(values[f"{name}/sized_here.parts"], rel=1e-4), name
+
+    # The same pictures in a folder are cut in the same way; the classes are then in turn.
+    space = Features.of("sized_here:parts").open(torch.device("cpu"))
+    with load_run("run", trust=True) as run:
+        labels = lambda request, size: request.default_labels(3, None)  # noqa: E731
+        made = [part for _, part in MeasuredImages(run.loop, labels=labels).parts(range(60))]
+        feed = feed_of(Folder("pictures"), run.transforms)
+    own = Collected.of(space, map(to_uint8, made)).moments
+    data = Collected.of(space, (to_uint8(batch.inputs) for batch in feed.unaugmented(feed.training))).moments
+    expected = frechet_distance(own, data)
+    for pair in (("run", "pictures"), ("pictures", "run")):
+        assert compare(*pair, *words)["fd/sized_here.parts"] == pytest.approx(expected, rel=1e-4), pair
+    assert row["fd/sized_here.parts"] != pytest.approx(expected, rel=1e-3)
+    check_facts(caplog.text, "22 images", "22 resized", "sizes")
+    check_refused(hookdiff("fid", "run", "--features", "digits", "--trust"), "digits", "3 x 8 x 16", "1 x 8 x 8")

@@ -70,7 +70,7 @@ def test_on_one_process_it_changes_nothing(make: Any) -> None:
 
 FULL = """
 from hookdiff import SampleRequest, UserError
-from hookdiff.authors.generation import ImageMaker
+from hookdiff.authors import ImageMaker
 from hookdiff.testing.toy import toy_loop
 from hookdiff_ddp import DDP
 from hookdiff_fsdp import FSDP
