@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from hookdiff.authors.sheets import by_class, sheet
-from hookdiff.log import Panel, Picture, as_pictures, panel_layouts, save_grid, to_uint8
+from hookdiff.log import Panel, Picture, as_pictures, padded, panel_layouts, save_grid, to_uint8
 
 PADDING = 4  # white pixels around each picture
 
@@ -56,6 +56,21 @@ def test_pictures_have_one_or_three_channels(channels: int, shape: tuple[int, ..
     assert pictures.shape == shape
     assert torch.equal(pictures.flatten(), images.flatten())
     assert (pictures is images) == (channels != 4)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5), st.sampled_from([1, 3]))
+def test_images_of_several_sizes_are_centred_on_white(sizes: list[tuple[int, int]], channels: int) -> None:
+    images = [noise(channels, *size).clamp(max=254) for size in sizes]
+    stack = padded(images)
+    assert stack.shape == (len(sizes), channels, max(height for height, _ in sizes), max(width for _, width in sizes))
+    for row, image, (height, width) in zip(stack, images, sizes, strict=True):
+        (top, bottom), (left, right) = (
+            (around.min().item(), around.max().item() + 1) for around in (row[0] < 255).nonzero().T
+        )
+        assert torch.equal(row[:, top:bottom, left:right], image)
+        assert (row < 255).sum() == channels * height * width
+        assert 0 <= stack.shape[2] - bottom - top <= 1
+        assert 0 <= stack.shape[3] - right - left <= 1
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -20,6 +20,7 @@ from hookdiff.testing.compare import assert_same
 from hookdiff_checkpoint.scheduler import equivalent_of
 from hookdiff_networks import UNet
 from tests.conftest import check_facts, check_refused, output, refused
+from tests.plugins.test_samples_sizes import write_pictures
 
 HOOKS = ("prepare_model", "restore", "sample", "offer_weights")
 RUN = """
@@ -427,6 +428,26 @@ class TestWithDiffusers:
         assert ours.std() > 0.1
         # The schedulers keep their tables in float32.
         torch.testing.assert_close(theirs, ours.clamp(-1, 1), rtol=0, atol=5e-5)
+
+    def test_of_a_run_with_several_sizes_a_pipeline_makes_the_square(
+        self, diffusers: Any, trained: Any, command: Any, place: Path, tmp_path: Path
+    ) -> None:
+        write_pictures(place / "pictures")
+        data = [
+            "data.source=folder",
+            f"data.path={place / 'pictures'}",
+            "data.image_size=8",
+            'data.buckets=["12x8", "8x8"]',
+        ]
+        settings = ("run.batch_size=4", "diffusion.process=ddpm", "sampling.sampler=ddim")
+        run = trained("sizes", THEIRS, *data, *settings)
+        out = output(command("export", run, tmp_path / "out", "--to", "diffusers"))
+        assert json.loads((tmp_path / "out" / "unet" / "config.json").read_text())["sample_size"] == 8
+        theirs = called(diffusers, out, [0] * 3)
+        with opened(run) as loop:
+            assert loop.sample(SampleRequest(1)).images.shape == (1, 3, 8, 12)
+            ours = loop.sample(SampleRequest(3, size=(8, 8))).images
+        torch.testing.assert_close(theirs, ours, rtol=0, atol=5e-5)
 
     @pytest.mark.parametrize("weights", ["model", "ema", "ema/decay=0.1", "half"])
     def test_the_weights_are_those_that_are_sampled_with(
