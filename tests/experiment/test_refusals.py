@@ -100,6 +100,7 @@ OWN: dict[str, tuple[list[Any], list[Any]]] = {
     "plugins.samples.denoising": ([1], [2]),
     "plugins.samples.interpolation": ([1], [2]),
     "plugins.samples.guidance_scales": ([[INF], [1.0, NAN]], []),
+    "plugins.samples.sizes": ([["80"], ["80x48", "0x8"]], [["80x48"]]),
     "plugins.spectral.layers": ([[]], [["a"]]),
 }
 
