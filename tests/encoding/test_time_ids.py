@@ -143,6 +143,7 @@ def test_the_unconditional_call_has_the_same_numbers(path: Path, tmp_path: Path,
     with load_run(tmp_path / "run", trust=True) as run:  # without the data
         assert run.loop.progress.step == 2  # built now, with a trial of the network
         assert given(prompts=["red"]) == [[8, 8, 0, 0, 8, 8]] * 2
+        assert given(prompts=["red"], size="12x16") == [[16, 12, 0, 0, 16, 12]] * 2
         wanted = torch.tensor([[64.0, 64, 0, 0, 8, 8]] * 2)
         assert given(prompts=["red"], conditions={"text_time_ids": wanted}) == as_list(wanted)
         assert given() == given(negative="blue") == [[8, 8, 0, 0, 8, 8]] * 2
