@@ -66,5 +66,7 @@ class ImageMaker:
             if not self._near or isinstance(error, UserError) or is_out_of_memory(error):
                 raise
             assert self.size is not None
-            refused = f"size {size_name(self.size)}: the network makes no pictures of this size: {error}"
-            raise UserError(f"{refused}; nearest trained sizes: {', '.join(map(size_name, self._near))}") from error
+            feed, near = self.loop.feed, ", ".join(map(size_name, self._near))
+            latents = f" (latents of {size_name(feed.input_shape(self.size))})" if feed.codec else ""
+            refused = f"size {size_name(self.size)}{latents}: the network makes no pictures of this size: {error}"
+            raise UserError(f"{refused}; nearest trained sizes: {near}") from error
