@@ -1,14 +1,17 @@
 """Chooses the size of images and network: the largest that this machine trains in the given time."""
 
 import time
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from attrs import evolve
+from attrs import define, evolve
+from torch import Tensor
 
 from hookdiff import InMemory, UserError, build_loop, load_config
+from hookdiff.data import Size, size_of
 from hookdiff.experiment import pick_device
 from hookdiff_init.look import Pictures
 from hookdiff_init.sizes import sizes_for
@@ -111,23 +114,50 @@ def _rounded(steps: float) -> int:
 
 
 def rehearse(pictures: Pictures, plan: Plan) -> tuple[float, float]:
-    """Return the seconds of a step and of a grid of `plan` on this machine, with black images and captions "black".
-
-    The images are squares: other sizes have about as many pixels.
-    """
-    images = torch.zeros(2 * plan.batch_size, pictures.channels, plan.side, plan.side, dtype=torch.uint8)
-    labels = torch.arange(len(images)) % len(pictures.classes) if pictures.classes else None
-    texts = {"text": [["black"]] * len(images)} if pictures.texts else None
+    """Return the seconds of a step and of a grid of `plan` on this machine, with black images and captions "black"."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trial.toml"
         path.write_text(text(pictures, plan, path), "utf-8", errors="replace")
         skipped = ("no:checkpoint", "no:progress", "no:lr")  # these do nothing in a few steps
         config = load_config(path, skipped, [f"run.steps={_TRIED}", f"plugins.samples.every={_TRIED}"])
-        encode = {kind: {k: v for k, v in keys.items() if k == "encode"} for kind, keys in config.data.shared.items()}
-        black = evolve(config.data.bare(), target=lambda: InMemory(images, labels, texts=texts), shared=encode)
+        kept = {"encode", *(("image_size", "buckets", "bucket_step") if plan.sizes else ())}
+        shared = {kind: {k: v for k, v in keys.items() if k in kept} for kind, keys in config.data.shared.items()}
+        black = evolve(config.data.bare(), target=lambda: _black(pictures, plan), shared=shared)
         ticks = []
         with build_loop(evolve(config, data=black), Path(folder) / "run") as loop:
             for _ in loop.steps():
                 ticks.append(time.perf_counter())
     *steps, last = (after - before for before, after in pairwise(ticks))
     return min(steps), max(0.0, last - min(steps))
+
+
+@define
+class _Oblong:
+    """Black images in several sizes."""
+
+    sizes: list[Size]  # of each image
+    channels: int
+    labels: Tensor | None
+    texts: Mapping[str, Sequence[Sequence[str]]] | None
+    classes: None = None
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def load(self, index: int) -> Tensor:
+        return torch.zeros(self.channels, *self.sizes[index], dtype=torch.uint8)
+
+    def describe(self, index: int) -> str:
+        return f"black image {index}"
+
+
+def _black(pictures: Pictures, plan: Plan) -> InMemory | _Oblong:
+    """Return black images for two batches, or, if the images have several sizes, for a batch of each size in a grid."""
+    drawn = plan.sizes.drawn if plan.sizes else []
+    num = plan.batch_size * (len(drawn) or 2)
+    labels = torch.arange(num) % len(pictures.classes) if pictures.classes else None
+    texts = {"text": [["black"]] * num} if pictures.texts else None
+    if drawn:
+        return _Oblong([size_of(drawn[k % len(drawn)]) for k in range(num)], pictures.channels, labels, texts)
+    images = torch.zeros(num, pictures.channels, plan.side, plan.side, dtype=torch.uint8)
+    return InMemory(images, labels, texts=texts)

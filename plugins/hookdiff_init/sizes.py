@@ -11,7 +11,7 @@ from hookdiff.images import Transforms, cut_off, size_name
 from hookdiff_init.look import Pictures
 
 _MOST = 0.2  # mean share of the pixels of a picture that squares may cut off
-_NAMED = 3  # sizes in a comment
+_NAMED = 3  # sizes in a comment, and in a grid of samples
 
 
 @define(frozen=True)
@@ -28,6 +28,11 @@ class Sizes:
     def most(self) -> int:
         """The number of pictures of the most frequent size."""
         return max(self.counts.values())
+
+    @property
+    def drawn(self) -> list[str]:
+        """The most frequent sizes, for grids of samples."""
+        return [name for name, _ in self.counts.most_common(_NAMED)]
 
     @property
     def why(self) -> str:

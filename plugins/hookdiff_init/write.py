@@ -140,6 +140,8 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
     # Rounded up, so that the end adds no further grid.
     yield f"every = {-(-plan.steps // plan.grids) if plan.grids > 1 else 0}", each + "; 0: only at the end"
     yield f"num = {plan.num}", "in each panel" + "; classes have rows of their own" * (not pictures.texts)
+    if plan.sizes:
+        yield f"sizes = {_toml(plan.sizes.drawn)}", "the most frequent ones; each has panels of its own"
     if plan.sampler_steps:
         yield f"steps = {plan.sampler_steps}", "of the sampler; the usual number takes more than a tenth of the time"
     if pictures.captions:

@@ -138,7 +138,7 @@ def test_images_of_other_shapes_than_squares_keep_them(succeed: Succeed) -> None
     assert {key: table["data"][key] for key in BUCKETS} == {"image_size": 16, "buckets": True, "bucket_step": 4}
     # 40 x 22 becomes 22 x 12, which is cut to 20x12.
     check_facts(written, "squares cut off 40 % of the pixels, these sizes 7 %: 20x12, 12x20, 16x16")
-    assert table["run"]["batch_size"] == 5
+    assert (table["run"]["batch_size"], table["plugins"]["samples"]["sizes"]) == (5, ["20x12", "12x20", "16x16"])
     check_facts(written, "no size has more images")
     feed = build_feed(load_config(Path("mine.toml"))).bind(5)
     assert feed.shapes == [(3, 12, 20), (3, 20, 12), (3, 16, 16)]
