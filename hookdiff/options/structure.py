@@ -464,6 +464,8 @@ def _named(kind: Any) -> str:
         return " or ".join(_named(member) for member in known if member is not Tensor or known == [Tensor])
     if _is(typing.Literal)(kind):
         return " or ".join(map(repr, members))
+    if _is(list, tuple)(kind):
+        return "a list"
     return _NAMES[kind] if kind in _NAMES else getattr(kind, "__name__", str(kind))
 
 

@@ -216,7 +216,7 @@ def test_a_config_gives_one_or_several_averages():
     given = arguments(EMA, {"decay": 1, "std": [0.05, "x"], "half_life": [5, 6]}, "plugins.ema", problems)
     assert given == {"decay": 1.0, "half_life": [5.0, 6.0]}
     assert problems.found == [
-        "plugins.ema.std: expected a number or list, got [0.05, 'x']",
+        "plugins.ema.std: expected a number or a list, got [0.05, 'x']",
         "plugins.ema.decay: must be < 1: 1.0",
     ]
 
