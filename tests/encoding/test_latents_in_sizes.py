@@ -85,12 +85,11 @@ def test_ranks_train_as_one_and_make_the_same_tables(path: Path, tmp_path: Path,
     if not encodes:
         path.write_text(path.read_text().replace(ENCODE, ""))
     loss = assert_ranks_train_as_one(path, tmp_path)
-    if encodes:
-        alone = contents(path)
-        shutil.rmtree(tmp_path / "cache")
-        three = done(tmp_path, 3, train_config, {"path": path, "plugins": ("ddp",), "out": tmp_path / "three"})
-        assert three["loss"] == pytest.approx(loss, rel=1e-5)
-        assert contents(path) == alone
+    alone = contents(path) if encodes else None
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    three = done(tmp_path, 3, train_config, {"path": path, "plugins": ("ddp",), "out": tmp_path / "three"})
+    assert three["loss"] == pytest.approx(loss, rel=1e-5)
+    assert not encodes or contents(path) == alone
 
 
 def test_a_size_that_does_not_fit_the_encoder_is_refused_with_the_step(path: Path) -> None:
