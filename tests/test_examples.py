@@ -22,6 +22,7 @@ from torch import distributed
 
 from hookdiff import Feed, InMemory
 from hookdiff.disk import user_cache
+from hookdiff.log import panel_layouts, read_info
 from hookdiff.run_dir import History
 from tests.conftest import PATIENCE, check_facts, pixels, wait_until, write_small
 from tests.data.test_fashion_mnist import write_part
@@ -287,7 +288,8 @@ def walk(tmp_path: Path) -> Callable[..., dict[str, str]]:
 
 
 EMOJI = {"npm pack": "emoji-datasource-twitter-16.0.0.tgz"}
-needs_npm = pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm, which fetches the emoji")
+FLAGS = {"npm pack": "svg-country-flags-1.2.10.tgz"}
+needs_npm = pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm, which fetches the pictures")
 
 
 @pytest.mark.slow
@@ -320,6 +322,31 @@ def test_the_emoji_are_drawn_from_their_names(walk: Callable[..., Any], tmp_path
     *_, last = (tmp_path / "runs" / "text" / "texts.jsonl").read_text().splitlines()
     assert json.loads(last)["texts"]["samples/prompts"].splitlines()[0] == "red circle"
     assert (tmp_path / "runs" / "text" / "samples" / "seed-0.png").is_file()
+
+
+@pytest.mark.slow
+@needs_npm
+def test_the_flags_keep_about_their_shapes(walk: Callable[..., Any], tmp_path: Path) -> None:
+    brief = {"data": "--json --seconds 0", "run": BRIEF["run"], "sample": "--num 2 --steps 2"}
+    said = walk("train-on-pictures-of-any-shape.md", FLAGS, brief)
+    assert list(said) == ["examples/flags.py", *brief]
+    check_facts(said["examples/flags.py"], "256 flags")
+    found = json.loads(said["data"])["buckets"]
+    counts = {row["size"]: row["training"] for row in found["sizes"]}
+    assert counts == {"80x48": 144, "88x48": 90, "72x56": 19, "64x64": 2, "56x72": 1}
+    assert (found["cut_off"], found["worst"]["cut_off"]) == (
+        pytest.approx(0.08, abs=0.005),
+        pytest.approx(0.28, abs=0.005),
+    )
+    assert found["worst"]["name"] == "flags/qa.png"
+    of_squares = []
+    for path in (tmp_path / "flags").glob("*.png"):
+        with Image.open(path) as flag:
+            of_squares.append(1 - min(flag.size) / max(flag.size))
+    assert (numpy.mean(of_squares), max(of_squares)) == (pytest.approx(0.39, abs=0.005), pytest.approx(0.61, abs=0.005))
+    with Image.open(tmp_path / "runs" / "flags" / "samples" / "seed-0.png") as picture:
+        (panel,) = panel_layouts(read_info(picture))
+    assert panel.width * 48 == panel.height * 80
 
 
 @pytest.mark.parametrize("classes", [1, 2, 16, 32])  # 1: without labels; 16: a picture of each; 32: of each second one
