@@ -6,14 +6,14 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -24,6 +24,7 @@ from hookdiff.images.decoding import Unreadable
 from hookdiff.images.items import LoadedSample, collate
 from hookdiff.images.picture_reading import with_image
 from hookdiff.images.shape_of import ShapeOf
+from hookdiff.images.transforms import Transforms
 from hookdiff.machine.safe_path import safe_path
 from hookdiff.options.fields import about, between
 from hookdiff.terminal.words import byte_size
@@ -185,16 +186,31 @@ def read_batch(read: Callable[[int, int], LoadedSample], address: tuple[int, Any
 
 
 def read_image(
-    source: AnySource, fit: Callable[..., Tensor], shape_of: ShapeOf, successors: Any, epoch: int, index: int
+    source: AnySource, transforms: Transforms, shape_of: ShapeOf, orders: Sequence[Any], epoch: int, index: int
 ) -> LoadedSample:
     """Return a picture, decoded and resized. Its first readable successor replaces an unreadable picture.
 
-    `successors` has the next sample for each sample. Raises Unreadable if it is None, or if no sample can be read.
+    Each of `orders` has the next sample for each sample, in circles. A circle of the next order is tried if all samples
+    of the circle before cannot be read; its pictures may have other shapes.
+
+    Raises:
+        Unreadable: if no sample of these circles can be read.
     """
-    first = index
-    while True:
+    shape, unreadable = shape_of(index), list[Unreadable]()
+    for candidate, fitting in _candidates(index, transforms, orders):
         try:
-            return with_image(source, index, partial(fit, shape=shape_of(index))), None, index, {}
-        except Unreadable:
-            if successors is None or (index := int(successors[index])) == first:
-                raise
+            return with_image(source, candidate, partial(fitting.fit_to, shape=shape)), None, candidate, {}
+        except Unreadable as error:
+            unreadable.append(error)
+    raise unreadable[0]
+
+
+def _candidates(first: int, transforms: Transforms, orders: Sequence[Any]) -> Iterator[tuple[int, Transforms]]:
+    """Yield the sample and those that may replace it, with their transforms."""
+    yield first, transforms
+    for order in orders:
+        index = int(order[first])
+        while index != first:
+            yield index, transforms
+            index = int(order[index])
+        transforms = evolve(transforms, upscale=True)  # a picture for another shape may be too small for this one

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from hookdiff.data.source import AnySource
 from hookdiff.data.table import FORMAT, Column, load_if_sound, load_or_make, read_table, save_table
+from hookdiff.errors import UserError
 from hookdiff.images.buckets import cut_off
 from hookdiff.images.cache import facts_of, place_of, survey_of
-from hookdiff.images.items import ItemKeys, picture_in
+from hookdiff.images.items import ItemKeys, picture_in, sides_of
 from hookdiff.images.labels import as_lines
 from hookdiff.images.shape_of import ShapeOf
 from hookdiff.images.sizes import sizes_of
@@ -78,7 +79,7 @@ def look(
     if small.any() and not transforms.upscale:
         problems.append(_too_small(source, transforms, originals, small))
     refuse(problems)
-    channels = transforms.channels or _channels(source, seen, keys)
+    channels = transforms.channels or _channels(source, seen, keys, transforms)
     used, numbers = torch.unique(chosen, return_inverse=True)
     sizes = transforms.sized.sizes
     shapes = [(channels, *sizes[number]) for number in used.tolist()]
@@ -125,11 +126,14 @@ def _read(source: AnySource, transforms: Transforms, keys: ItemKeys, skip: bool)
     return evolve(seen, sizes=sizes_of(source, seen, keys))
 
 
-def _channels(source: AnySource, seen: Survey, keys: ItemKeys) -> int:
+def _channels(source: AnySource, seen: Survey, keys: ItemKeys, transforms: Transforms) -> int:
     if seen.kinds:
         return seen.kinds[0].channels
     image, *_ = picture_in(source, keys, 0, 0, 0)
-    return int(Transforms(upscale=True).fit(image).shape[0])
+    try:
+        return int(evolve(transforms, upscale=True).fit(image, transforms.sized.nearest(*sides_of(image))).shape[0])
+    except ValueError as error:
+        raise UserError(f"sample 0 of the data: {error}") from error
 
 
 def _too_small(source: AnySource, transforms: Transforms, originals: Tensor, small: Tensor) -> str:

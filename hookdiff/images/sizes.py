@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from hookdiff.data.source import AnySource
+from hookdiff.errors import UserError
 from hookdiff.images.decoding import Unreadable
 from hookdiff.images.items import ItemKeys, picture_in, sides_of
 from hookdiff.images.parallel_reading import with_images
 from hookdiff.images.survey import Survey
+from hookdiff.images.transforms import size_text
 from hookdiff.machine.randomness import default_generators_kept
 from hookdiff.terminal.pace import paced
 
@@ -52,4 +54,8 @@ def _of_items(source: AnySource, indices: list[int], keys: ItemKeys) -> Iterator
         for index in shown:
             image, *_ = picture_in(source, keys, 0, 0, index)
             with image if hasattr(image, "fp") else nullcontext():
+                shape = tuple(getattr(image, "shape", sides_of(image)))
+                if len(shape) not in (2, 3) or 0 in shape:
+                    got = size_text(shape) or "no sides"
+                    raise UserError(f"sample {index} of the data has {got}; only pictures, c h w or h w, have a size")
                 yield index, sides_of(image)

@@ -119,6 +119,16 @@ class SourceReader(OfSource):
                 places, rows = torch.zeros(len(self), dtype=torch.int64), sized.rows(number, self.unreadable)
                 places[rows] = torch.arange(len(rows))
                 self._kept.append(MemoryReader(part, self._finish, places=places))
+            self._leave_out_shapes()
+
+    def _leave_out_shapes(self) -> None:
+        """Leave out the shapes of which no sample can be decoded, because no pixels are there to replace them."""
+        if (sized := self.sized) and (undecodable := self.prepared.survey.undecodable):
+            broken = torch.zeros(len(self), dtype=torch.bool)
+            broken[[*undecodable, *self.unreadable]] = True
+            for number in {*sized.numbers[[*undecodable]].tolist()}:
+                if broken[own := sized.rows(number)].all():
+                    self.unreadable.update(own.tolist())
 
     @property
     def sized(self) -> Sized | None:
@@ -241,13 +251,10 @@ class SourceReader(OfSource):
     def _loader(self, workers: int) -> Loader:
         sized = self.sized
         if self.source.is_images:
-            successors = torch.arange(len(self))
-            for group, others in self._groups(self._parts):
-                successors[group] = group.roll(-1) if len(group) > 1 or not len(others) else others[0]
-            # A numpy array, because sending a tensor to a worker takes a file descriptor.
-            following = successors.numpy() if self.store.unreadable == "skip" else None
+            circles = [[group for group, _ in self._groups(self._parts)], *([[*self._parts]] if sized else [])]
+            orders = [_in_circles(groups, len(self)) for groups in circles] if self.store.unreadable == "skip" else []
             shape_of = sized.in_workers(False) if sized else ShapeOf((self.prepared.survey.shape,))
-            read: Callable[..., Any] = partial(read_image, self.source, self.transforms.fit_to, shape_of, following)
+            read: Callable[..., Any] = partial(read_image, self.source, self.transforms, shape_of, orders)
         else:
             shapes = sized.in_workers(True) if sized else None
             read = partial(read_item, self.source, self.keys, self.transforms, shapes, self.seed)
@@ -256,7 +263,9 @@ class SourceReader(OfSource):
     def fingerprint(self) -> str | None:
         digest = self.source.fingerprint()
         if digest is None and self._kept:
-            digest = hash_of(self._kept[0].samples.images)
+            hashes = [hash_of(kept.samples.images) for kept in self._kept]
+            numbers = self.shape_numbers
+            digest = hashes[0] if numbers is None else repr((hashes, hash_of(numbers)))
         if digest is None:
             return None
         sizes = self.transforms.sized if self.transforms.has_sizes else self.transforms.square
@@ -269,6 +278,17 @@ class SourceReader(OfSource):
     def close(self) -> None:
         while self._idle:
             self._idle.pop().close()
+
+
+def _in_circles(groups: Iterable[Tensor], num: int) -> Any:
+    """Return the next sample of each of `num` samples, in a circle for each group of samples, as an array of numpy.
+
+    Sending a tensor to a worker takes a file descriptor.
+    """
+    successors = torch.arange(num)
+    for group in groups:
+        successors[group] = group.roll(-1)
+    return successors.numpy()
 
 
 def replacements(groups: Iterable[tuple[Tensor, Tensor]], unreadable: Tensor) -> Tensor:

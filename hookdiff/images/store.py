@@ -1,4 +1,4 @@
-"""Turns any source into samples of one shape, kept in memory, in a memory-mapped file, or decoded anew each time."""
+"""Turns any source into samples, kept in memory, in a memory-mapped file, or decoded anew each time."""
 
 import logging
 import math

@@ -88,7 +88,7 @@ def _check_background(_: Any, __: Any, colour: str) -> None:
 
 @define(frozen=True, kw_only=True)
 class Transforms:
-    """Options that turn pictures into samples of one shape, and that augment them in each epoch."""
+    """Options that turn pictures into samples, of one shape or of several, and that augment them in each epoch."""
 
     image_size: int | tuple[int, ...] | None = field(
         default=None,
@@ -238,7 +238,7 @@ class Transforms:
             high_side, wide_side = target
             # A JPEG much larger than the sample is decoded at a half, a quarter or an eighth of its size. It may lie on
             # its side in the file.
-            image.draft(None, (2 * max(target),) * 2 if self.has_sizes else (2 * wide_side, 2 * high_side))
+            image.draft(None, (2 * max(target),) * 2)
             image = decode(image, self.channels, self.background)
             width, height = image.size
             if (height < high_side or width < wide_side) and not self.upscale:
@@ -259,8 +259,8 @@ class Transforms:
             raise ValueError(f"{size_text(pixels.shape)}, but {size_text(shape)} according to its header")
         return pixels
 
-    def fit_stack(self, images: Tensor, size: Size | None = None) -> Tensor:
-        """Return the first stage of `images` (n c h w, uint8, c 1 or 3) as one tensor. `size` is as in `fit`.
+    def fit_stack(self, images: Tensor) -> Tensor:
+        """Return the first stage of `images` (n c h w, uint8, c 1 or 3) as one tensor, of square samples.
 
         The result differs from `fit` of each image only by rounding, and is many times faster.
         """
@@ -268,7 +268,7 @@ class Transforms:
         if self.channels == 1 and channels == 3:
             weights = torch.tensor([19595, 38470, 7471], device=images.device).view(1, 3, 1, 1)  # as in Pillow
             images = ((images * weights).sum(1, keepdim=True) + (1 << 15) >> 16).to(torch.uint8)
-        if (target := self._target(size)) is not None and (height, width) != target:
+        if (target := self._target(None)) is not None and (height, width) != target:
             wide, high, left, top = _resized_box(width, height, target)
             images = images.float()
             for step in ((height, wide), (high, wide)):  # as Pillow rounds and clips after each direction

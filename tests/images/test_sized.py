@@ -123,6 +123,57 @@ def test_a_broken_picture_is_replaced_by_one_of_its_size(folder: Path, store: st
     assert all(SIDES[index % 7] in ((40, 90), (41, 93)) for index in replaced)
 
 
+@pytest.mark.parametrize("store", ["memory", "disk", "none"])
+def test_a_shape_without_a_readable_picture_stops_no_run(folder: Path, store: str) -> None:
+    for name in (0, 3, 7, 10, 14, 17):  # all of 24x44
+        content = (folder / f"{name:03}.png").read_bytes()
+        (folder / f"{name:03}.png").write_bytes(content[: len(content) // 2])
+    feed = opened(folder, store, kept={"unreadable": "skip"}, held_out=3)
+    for epoch in range(4):
+        batches = list(feed.batches(epoch))
+        assert len(batches) == feed.num_batches(epoch + 1, epoch)
+    if store == "none":  # where only reading shows it; other pictures are cut to the shape
+        batch = next(feed.unaugmented(torch.tensor([3, 0]), 2))
+        assert batch.inputs.shape[1:] == (3, 44, 24)
+        assert batch.inputs.std() > 0.1
+        assert not {*batch.indices.tolist()} & {0, 3, 7, 10, 14, 17}
+    else:
+        assert not {*feed.usable.tolist()} & {0, 3, 7, 10, 14, 17}
+    assert sum(map(len, feed.unaugmented(feed.held_out_indices, 4))) == len(feed.held_out_indices)
+
+
+def test_if_no_picture_can_be_read_the_error_names_one(folder: Path) -> None:
+    feed = opened(folder, "none", kept={"unreadable": "skip"}, held_out=1)
+    for path in folder.iterdir():
+        path.write_bytes(path.read_bytes()[:60])  # after the header was read
+    with pytest.raises(UserError, match=r"000\.png"):
+        next(feed.unaugmented(torch.tensor([0])))
+    held_out = feed.held_out_indices
+    with pytest.raises(UserError, match=feed.describe(int(held_out))):
+        next(feed.unaugmented(held_out))
+
+
+def test_the_fingerprint_covers_the_pictures_of_all_sizes() -> None:
+    class Pictures:
+        labels = classes = None
+
+        def __init__(self, last: int) -> None:
+            self.last = last
+
+        def __len__(self) -> int:
+            return 4
+
+        def load(self, index: int) -> torch.Tensor:
+            sides = (40, 90) if index < 3 else (90, 40)
+            return torch.full((3, *sides), self.last if index == 3 else index, dtype=torch.uint8)
+
+        def describe(self, index: int) -> str:
+            return str(index)
+
+    one, same, other = (feed_of(Pictures(last), Transforms(image_size=32, buckets=True)) for last in (7, 7, 8))
+    assert one.reader.fingerprint() == same.reader.fingerprint() != other.reader.fingerprint()
+
+
 class Items:
     """Items with a mask beside each picture; the size of one of them changes."""
 
@@ -152,6 +203,21 @@ def test_items_and_their_masks_are_cut_together_and_must_keep_their_size() -> No
     source.sides[3] = (60, 60)
     with pytest.raises(UserError, match="sample 3 of the data: its picture is 60 x 60, and was 41 x 93"):
         list(feed.unaugmented(torch.tensor([3])))
+
+
+@pytest.mark.parametrize(
+    ("item", "fact"),
+    [
+        (torch.zeros(5), "sample 0 of the data has 5; only pictures"),
+        (torch.zeros(()), "sample 0 of the data has no sides; only pictures"),
+        (torch.zeros(3, 0, 8), "sample 0 of the data has 3 x 0 x 8; only pictures"),
+        (torch.zeros(2, 3, 64, 64, dtype=torch.uint8), "sample 0 of the data has 2 x 3 x 64 x 64; only pictures"),
+        (torch.zeros(16, 64, 64), "sample 0 of the data: 16 x 64 x 64 of torch.float32: only uint8"),
+    ],
+)
+def test_items_that_are_no_pictures_have_no_size(item: torch.Tensor, fact: str) -> None:
+    with pytest.raises(UserError, match=fact):
+        feed_of([item] * 4, Transforms(image_size=32, buckets=True))
 
 
 def test_pictures_in_a_tensor_have_one_size() -> None:
