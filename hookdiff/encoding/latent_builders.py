@@ -62,17 +62,22 @@ class Builders:
 
     def tables(self, key: tuple[Any, ...] | None, place: Place) -> LatentTables:
         """Return all tables; those that are missing are made, in memory if `key` is None. All ranks must call this."""
-        for part in self.parts:  # a size that does not fit is refused before anything is encoded
-            if part.shape:
-                self.encoding.open(part.shape)
+        self._open()
         made = [part.table(None if key is None else place(_with_rows(key, part))) for part in self.parts]
         self.encoding.close()
         return self._together(made)
 
     def look(self) -> None:
         """Report faults of the encoder that a few samples show, if no table has been made."""
+        self._open()
         for part in self.parts:
             part.look()
+
+    def _open(self) -> None:
+        """Load the network, and refuse a size that does not fit it before anything is encoded."""
+        for part in self.parts:
+            if part.shape:
+                self.encoding.open(part.shape)
 
     def sides_of(self, batch: Batch) -> dict[str, Tensor]:
         """Return mean and deviation of the pictures of `batch`, and of their mirror images; see `PictureNetwork`."""

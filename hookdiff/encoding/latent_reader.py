@@ -80,7 +80,7 @@ class LatentReader(OfSource):
     pending: dict[str, Builders] = field(init=False, factory=dict)  # the makers of missing tables
 
     def __attrs_post_init__(self) -> None:
-        if self.transforms.side != self.transforms.image_size:
+        if self.transforms.side != self.transforms.square:
             raise UserError("resize: a random crop cannot be encoded once; set image_size without resize")
         if any(self.transforms.color_jitter):
             raise UserError("color_jitter: random colours cannot be encoded once; leave color_jitter out")
@@ -128,7 +128,8 @@ class LatentReader(OfSource):
             if self.source.memory is not None:
                 raise one_size()
             skip = self.store.unreadable == "skip"
-            seen, self.sized = look(self.source, self.transforms, self.item_keys, skip, self.store.folder, keep=True)
+            keep = any(encoder.stored(self.store).store != "none" for encoder in self.encoders.values())
+            seen, self.sized = look(self.source, self.transforms, self.item_keys, skip, self.store.folder, keep)
             self._survey, self._picture_shape, self.shape_numbers = seen, seen.shape, self.sized.numbers
         for name, encoder in self.encoders.items():
             network = PictureNetwork(name, encoder, self.device, lambda index: self._open().describe(index))
@@ -456,6 +457,8 @@ class LatentReader(OfSource):
         sums = squares = torch.zeros(self.shape[0], dtype=torch.float64)
         low, high = torch.full([self.shape[0]], torch.inf), torch.full([self.shape[0]], -torch.inf)
         count, chance = 0, self._chance
+        if self.sized:  # size by size, in full batches
+            indices = indices[self.sized.numbers[indices].argsort(stable=True)]
         for part in self.parts(indices):
             columns = part.sides[INPUTS]
             mean = columns[MEAN].double()

@@ -10,6 +10,7 @@ from attrs import define, field
 from torch import Tensor
 
 from hookdiff.data.batch import Batch
+from hookdiff.data.picture_sizes import size_name
 from hookdiff.encoding.encoded_samples import MEAN, check_finite
 from hookdiff.encoding.encoder import INPUTS, STORED, Encoded, PictureEncoder
 from hookdiff.encoding.encoder_output import EncoderOutput
@@ -67,13 +68,17 @@ class PictureNetwork:
                 raise UserError(f"{self.where}: it cannot encode pictures of {size_text(shape)}: {reason}") from None
         if tuple(back) != tuple(shape):
             factor = 2 ** round(math.log2(shape[-1] / latents.shape[-1]))
-            is_square = shape[-1] == shape[-2]
-            key, side = ("image_size", shape[-1]) if is_square else ("bucket_step", math.gcd(*shape[-2:]))
-            sides = sorted({max(1, side // factor) * factor, -(-side // factor) * factor})
-            raise UserError(
-                f"{self.where}: pictures of {size_text(shape)} come back as {size_text(back)}: data.{key} must be "
-                f"a multiple of {factor}; nearest: {' or '.join(map(str, sides))}"
-            )
+            if shape[-1] == shape[-2]:
+                sides = sorted({max(1, shape[-1] // factor) * factor, -(-shape[-1] // factor) * factor})
+                way_out = f"data.image_size must be a multiple of {factor}; nearest: {' or '.join(map(str, sides))}"
+            else:
+                near = [max(1, round(side / factor)) * factor for side in shape[-2:]]
+                way_out = (
+                    f"data.image_size and data.bucket_step must be multiples of {factor}, and so the sides of a list "
+                    f"in data.buckets; nearest: {size_name((near[0], near[1]))}"
+                )
+            came = f"pictures of {size_text(shape)} come back as {size_text(back)}"
+            raise UserError(f"{self.where}: {came}: {way_out}")
 
     def sides_of(self, batch: Batch, flips: bool) -> dict[str, Tensor]:
         """Return mean and deviation of the pictures of `batch`, and of their mirror images: n, sides, ..., float16.

@@ -93,7 +93,7 @@ def test_ranks_train_as_one_and_make_the_same_tables(path: Path, tmp_path: Path,
 
 
 def test_a_size_that_does_not_fit_the_encoder_is_refused_with_the_step(path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.bucket_step must be a multiple of 2"):
+    with pytest.raises(ConfigError, match=r"data.bucket_step must be multiples of 2, .* nearest: 40x24"):
         build_feed(load_config(path, settings=["data.buckets=['32x32', '40x25']", "data.upscale=true"]))
 
 
@@ -125,3 +125,43 @@ def test_shards_of_latents_list_the_size_of_each_sample(path: Path, succeed: Suc
             assert torch.equal(ours.inputs, theirs.inputs)
     with pytest.raises(ConfigError, match="leave out buckets and image_size"):
         build_feed(load_config(path, settings=["data.image_size=32", "data.buckets=true"]))
+
+
+@pytest.mark.parametrize("buckets", [False, True])
+def test_several_sides_are_encoded(path: Path, buckets: bool) -> None:
+    settings = ["data.image_size=[16, 32]", f"data.buckets={str(buckets).lower()}"]
+    feed = build_feed(load_config(path, settings=settings)).bind(4, 0)
+    assert feed.shape == (3, 16, 16)
+    assert {(3, 8, 8), (3, 16, 16)} & {*feed.shapes}
+    assert len(list(feed.batches(0))) == feed.num_batches()
+
+
+def test_a_size_whose_pictures_are_all_broken_is_left_out(path: Path) -> None:
+    for index in range(4, 25, 5):  # all of 45 x 27
+        place = path.parent / "pictures" / "ab"[index % 2] / f"{index:02}.png"
+        image = numpy.random.default_rng(0).integers(0, 255, (70, 32, 3), dtype=numpy.uint8)
+        Image.fromarray(image).save(place)
+        place.write_bytes(place.read_bytes()[:2000])
+    settings = ["data.unreadable='skip'", "data.buckets=['32x32', '40x24', '24x40', '24x52']"]
+    for store in ("memory", "none"):
+        own = [*settings, f"data.encode.image.store='{store}'"]
+        feed = build_feed(load_config(path, settings=own)).bind(4, 0)
+        for epoch in range(5):
+            assert all(batch.inputs.isfinite().all() for batch in feed.batches(epoch))
+        if store == "memory":
+            used = {int(Path(feed.describe(index)).stem) for index in feed.usable.tolist()}
+            assert used == {*range(25)} - {*range(4, 25, 5)}
+
+
+def test_a_rare_size_that_does_not_fit_is_refused_without_a_table_too(path: Path) -> None:
+    settings = ["data.encode.image.store='none'", "data.buckets=['32x32', '40x25']", "data.upscale=true"]
+    with pytest.raises(ConfigError, match=r"in data.buckets; nearest: 40x24"):
+        build_feed(load_config(path, settings=settings))
+
+
+def test_the_scale_is_measured_in_full_batches(path: Path) -> None:
+    feed = build_feed(load_config(path, settings=["data.encode.image.store='none'"])).bind(4, 0)
+    CALLS.clear()
+    feed.reader.scale(feed.training)
+    assert sum(shape[0] for shape in CALLS) == 2 * len(feed.training)  # with the mirror images
+    assert len(CALLS) == 2 * len(feed.shapes)
