@@ -49,7 +49,8 @@ class _Absent(PlainReader):
         labels = labels if known.labels is None else known.labels[:1]
         conditions = {name: column[:1] for name, column in known.conditions.items()}
         conditions |= {name: value[None] for name, value in self.nothing.items() if value is not None}
-        return Batch(torch.zeros(1, *known.shape), labels, conditions=conditions)
+        shape = known.shapes[0] if known.shapes else known.shape  # that of the conditions
+        return Batch(torch.zeros(1, *shape), labels, conditions=conditions)
 
     def bound(self, *_: Any) -> _Absent:
         return self

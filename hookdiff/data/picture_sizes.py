@@ -6,9 +6,10 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn import functional
 
 from hookdiff.data.batch import Batch
 from hookdiff.data.memory_reader import is_paired
@@ -64,21 +65,38 @@ def input_shape(feed: Feed, size: Sequence[int]) -> tuple[int, ...]:
 def examples_for(feed: Feed, choose: Callable[[int], Sequence[int]], shape: Sequence[int]) -> Batch:
     """Return the training samples that `choose` picks, given their number: of this `shape`, or the most frequent one.
 
-    Conditions that are images may have another size: see `check_conditions`.
+    Conditions that are images may have another size: see `fitted`.
     """
     return feed.examples(choose, shape if tuple(shape) in feed.shapes else None)
 
 
-def check_conditions(feed: Feed, conditions: Mapping[str, Tensor], shape: Sequence[int]) -> None:
-    """Raise UserError if one of the `conditions` of samples is an image that does not fit inputs of `shape`."""
-    if tuple(shape) == tuple(feed.shapes[0]):
-        return
+def fitted(feed: Feed, conditions: Mapping[str, Tensor], shape: Sequence[int]) -> dict[str, Tensor]:
+    """Return `conditions` of samples of the most frequent shape for inputs of `shape` (c h w).
+
+    Those that are images are resized to cover the new size, and cut at the centre, as training pictures are.
+    """
+    usual = feed.shapes[0]
+    if tuple(shape) == tuple(usual):
+        return dict(conditions)
+    columns = dict(conditions)
     for name, column in conditions.items():
-        if any(is_paired(column.shape[1:], known) for known in (feed.shapes[0], picture_shapes(feed)[0])):
-            raise UserError(
-                f"the condition {name!r} of the training samples is an image for inputs of "
-                f"{size_name(feed.shapes[0])}, not of {size_name(shape)}; give the request conditions of its own"
-            )
+        for known in (usual, picture_shapes(feed)[0]):
+            if is_paired(column.shape[1:], known):
+                factor = known[-1] // usual[-1]
+                columns[name] = _covered(column, (factor * shape[-2], factor * shape[-1]))
+    return columns
+
+
+def _covered(images: Tensor, size: Size) -> Tensor:
+    """Return the centre of `images` (n ... h w), resized to cover a `size`, of the same dtype."""
+    (high, wide), (height, width) = images.shape[-2:], size
+    scale = max(height / high, width / wide)
+    sides = max(height, round(scale * high)), max(width, round(scale * wide))
+    how: dict[str, Any] = {"mode": "bilinear", "antialias": True} if images.is_floating_point() else {"mode": "nearest"}
+    planes = functional.interpolate(images.reshape(-1, 1, high, wide).float(), sides, **how)
+    top, left = (sides[0] - height) // 2, (sides[1] - width) // 2
+    planes = planes[..., top : top + height, left : left + width]
+    return planes.reshape(*images.shape[:-2], height, width).to(images.dtype)
 
 
 def labels_for(feed: Feed, size: Size | None) -> Tensor | None:
@@ -114,7 +132,7 @@ def size_of(text: str) -> Size:
     """
     found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
     if not found or not all(2 <= int(side) <= _MOST_SIDE for side in found.groups()):
-        side = text if text.isdigit() else "80"
+        side = text if text.isdecimal() else "80"
         raise ValueError(f"expected WIDTHxHEIGHT, such as {side}x{side}, got {text!r}")
     return int(found[2]), int(found[1])
 

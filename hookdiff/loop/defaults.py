@@ -140,7 +140,10 @@ class Defaults:
         shape = loop.feed.input_shape(request.size)
         with loop.weights(request.weights) as name, evaluating(loop.model):
             if request.num == 0:
-                return Samples(torch.empty(0, *loop.feed.picture_shape), name, loop.sampler)
+                from hookdiff.data.picture_sizes import picture_shapes  # only for no images
+
+                channels, *sides = picture_shapes(loop.feed)[0]
+                return Samples(torch.empty(0, channels, *(request.size or sides)), name, loop.sampler)
             from hookdiff.models.sampling_arguments import arguments_for, bound  # only to make images
 
             images = loop.sampler.sample(

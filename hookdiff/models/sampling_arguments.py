@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hookdiff.data.feed import Feed
 from hookdiff.data.memory import to_device
-from hookdiff.data.picture_sizes import check_conditions, examples_for, labels_for, size_name, trained_sizes
+from hookdiff.data.picture_sizes import examples_for, fitted, labels_for, size_name, trained_sizes
 from hookdiff.data.reader import TextEncoders
 from hookdiff.errors import UserError
 from hookdiff.models.adapters import num_classes_of
@@ -62,9 +62,8 @@ def arguments_for(request: SampleRequest, objective: Objective, feed: Feed, mode
     codec, mask = feed.codec, request.mask
     for name, rows in (("images", request.images), ("mask", mask)):
         if rows is not None and size and tuple(rows.shape[-2:]) != tuple(size):
-            raise ValueError(
-                f"{name} has pictures of {size_name(rows.shape)}, expected {size_name(size)}, as requested"
-            )
+            why = "as requested" if request.size else "the most frequent size of the training"
+            raise ValueError(f"{name} has pictures of {size_name(rows.shape)}, expected {size_name(size)}, {why}")
     if request.images is not None:
         images = codec.encode(to_device(request.images, feed.device)) if codec else request.images
         wanted |= {"images": images, "strength": request.strength}
@@ -79,14 +78,16 @@ def conditions_of_samples(
 ) -> dict[str, Tensor]:
     """Return the conditions of the training samples that `choose` picks, given their number, by name.
 
-    The samples have the `shape` (c h w), or the most frequent shape if no training sample has it. Labels are among the
-    conditions, as "labels", if the objective takes them.
-
-    Raises:
-        UserError: for a condition that is an image, if it does not fit inputs of `shape`.
+    The samples have the `shape` (c h w), or the most frequent shape if no sample of this shape is there; images among
+    their conditions then get its size, see `fitted`. Conditions that depend on the size alone are those of a picture
+    for `shape`. Labels are among the conditions, as "labels", if the objective takes them.
     """
-    conditions = objective.given(examples_for(feed, choose, shape))
-    check_conditions(feed, conditions, shape)
+    samples = examples_for(feed, choose, shape)
+    conditions = fitted(feed, objective.given(samples), shape)
+    if texts := feed.reader.texts:
+        factor = feed.picture_shape[-1] // feed.shape[-1]
+        of_size = texts.of_size([factor * side for side in shape[1:]], len(samples))
+        conditions |= {name: rows for name, rows in of_size.items() if name in conditions}
     return conditions
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from hookdiff import UserError
 from hookdiff.data import Facts, FeedWithoutData, picture_shapes, trained_sizes, untrained_text
-from hookdiff.data.picture_sizes import check_conditions, examples_for
+from hookdiff.data.picture_sizes import examples_for, fitted
 from hookdiff.encoding.codec import PictureCodec
 
 
@@ -83,15 +83,17 @@ def test_a_size_that_was_not_trained_is_near_to_those_that_were() -> None:
     assert text.endswith(": 80x48, 64x64, 48x80")
 
 
-def test_images_among_the_conditions_must_have_the_size() -> None:
-    columns = {"caption": torch.zeros(5, 7), "outline": torch.zeros(5, 1, 48, 80)}
-    known = feed(**PIXELS, conditions=columns)
-    for shape in ((3, 48, 80), (3, 64, 64), (3, 48, 88)):
-        examples = examples_for(known, range, shape).conditions
-        assert examples.keys() == columns.keys()
-        check_conditions(known, {"caption": examples["caption"]}, shape)
-        if shape == (3, 48, 80):
-            check_conditions(known, examples, shape)
-            continue
-        with pytest.raises(UserError, match=rf"'outline'.* inputs of 80x48, not of {shape[2]}x{shape[1]}; give"):
-            check_conditions(known, examples, shape)
+def test_images_among_the_conditions_get_the_size() -> None:
+    outline = torch.zeros(5, 1, 48, 80)
+    outline[..., :40] = 1  # the left half
+    numbered = torch.arange(80).expand(5, 48, 80)
+    known = feed(**PIXELS, conditions={"caption": torch.ones(5, 7), "outline": outline, "numbered": numbered})
+    for shape in ((3, 48, 80), (3, 64, 64), (3, 48, 88), (3, 20, 80)):
+        examples = fitted(known, examples_for(known, range, shape).conditions, shape)
+        assert torch.equal(examples["caption"], torch.ones(5, 7))
+        assert examples["outline"].shape == (5, 1, *shape[1:])
+        half = shape[2] // 2
+        assert (examples["outline"][..., : half - 1] == 1).all()
+        assert (examples["outline"][..., half + 1 :] == 0).all()
+        assert (examples["numbered"].dtype, tuple(examples["numbered"].shape)) == (torch.int64, (5, *shape[1:]))
+        assert examples["numbered"].float().mean() == pytest.approx(39.5, abs=1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hookdiff import ConfigError, InMemory, load_config, load_run
 from hookdiff.experiment.build import build_feed, build_loop
+from hookdiff_samples.between import between_noises
 from tests.conftest import as_list, check_refused, refused, warnings, wide, write_small
 from tests.encoding.test_texts import Bytes
 
@@ -231,6 +232,9 @@ def test_without_texts_and_in_several_sizes_each_picture_has_its_own_numbers(
         loop.run()
     (tmp_path / "pictures").rename(tmp_path / "gone")
     with load_run(tmp_path / "run", trust=True) as run:
+        CALLS.clear()
+        [*between_noises(run, None, {"size": "8x8"}, 0, 1, 2)]
+        assert as_list(CALLS[-1][1].unique(dim=0)) == [[8, 8, 0, 0, 8, 8]]
         CALLS.clear()
         run.sample(2)
         _, ids = CALLS[-1]

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdiff import Loop, LoopConfig, SampleRequest, UserError
+from hookdiff import Loop, LoopConfig, SampleRequest
 from hookdiff.data import labels_for
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.images import Transforms, feed_of
+from hookdiff.models import conditions_of_samples
 
 NUM, WIDE = 60, 40  # pictures, and those of them that are 12x6; the others are 8x8
 FEW = [0, 7]  # the wide pictures with the label 1
@@ -98,10 +99,11 @@ def test_conditions_are_those_of_samples_of_the_size(size: Any, first: int) -> N
     assert torch.allclose(images.flatten(1), captions.expand(3, images[0].numel()), atol=1e-5)
 
 
-def test_an_image_among_the_conditions_must_have_the_size() -> None:
+def test_an_image_among_the_conditions_gets_the_size() -> None:
     running = loop(conditions={"caption": "outline"}, label_dropout=0.0)
-    with running, pytest.raises(UserError, match=r"'outline'.* inputs of 12x6, not of 9x7; give"):
-        running.sample(SampleRequest(2, size=(7, 9)))
+    given = conditions_of_samples(running.objective, running.feed, lambda _: [0, 1], (3, 7, 9))
+    assert given["outline"].shape[-2:] == (7, 9)
+    assert loop().sample(SampleRequest(0, size=(7, 9))).images.shape == (0, 3, 7, 9)
 
 
 def test_images_masks_and_noise_must_have_the_size() -> None:
