@@ -20,7 +20,7 @@ from hookdiff.authors.sampler_info import sampler_info, takes_noise
 from hookdiff.data.absent_data import FeedWithoutData, absent
 from hookdiff.data.feed import Feed
 from hookdiff.data.feed_state import Facts, another_encoder
-from hookdiff.data.picture_sizes import Size, picture_shapes, size_name, size_of, trained_sizes, untrained_text
+from hookdiff.data.picture_sizes import Size, picture_shapes, size_of, trained_sizes, untrained_text
 from hookdiff.diffusion.diffusion import Diffusion
 from hookdiff.disk.lock import is_locked
 from hookdiff.encoding.codec import PictureCodec
@@ -32,6 +32,7 @@ from hookdiff.errors import ConfigError, UserError, nearest
 from hookdiff.experiment.build import build_loop, build_sampling, pick_device
 from hookdiff.experiment.config import Config, load_config
 from hookdiff.experiment.toml_file import read_toml
+from hookdiff.images.buckets import Buckets
 from hookdiff.images.labels import normal
 from hookdiff.images.store import Store
 from hookdiff.images.transforms import Transforms
@@ -66,6 +67,17 @@ def run_config(
 ) -> Config:
     """Read the config of the run directory `path`, or of a checkpoint in it; see `load_config`."""
     return load_config(run_of(path) / CONFIG, plugins, settings, trust=trust, without=without, hooks=hooks)
+
+
+@define(frozen=True, kw_only=True)
+class _InTrainedSizes(Transforms):
+    """The transforms of a run: a picture gets one of the sizes that were trained."""
+
+    trained: Buckets
+
+    @property
+    def sized(self) -> Buckets:
+        return self.trained
 
 
 @define(eq=False)
@@ -203,11 +215,13 @@ class Run:
         of_data, (channels, *sides) = self._checked.data.of(Transforms), self.loop.feed.picture_shape
         side = sides[0] if len(sides) == 2 and sides[0] == sides[1] else None
         form: Any = {"image_size": side, "resize": of_data.resize if of_data.image_size == side else None}
-        if self.loop.feed.by_shape:
-            sizes = tuple(map(size_name, trained_sizes(self.loop.feed)))
-            form = {"image_size": of_data.image_size or side, "buckets": sizes}
-        form |= {"channels": channels if channels in (1, 3) else None}
-        return Transforms(**form, upscale=of_data.upscale, background=of_data.background)
+        form |= {"channels": channels if channels in (1, 3) else None, "upscale": of_data.upscale}
+        form |= {"background": of_data.background}
+        if not self.loop.feed.by_shape:
+            return Transforms(**form)
+        sizes = trained_sizes(self.loop.feed)
+        trained = of_data.sized.among(sizes) if of_data.has_sizes else Buckets.of_sizes(sizes)
+        return _InTrainedSizes(**form | {"image_size": of_data.image_size or side}, buckets=True, trained=trained)
 
     @property
     def classes(self) -> list[str]:

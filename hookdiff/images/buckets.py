@@ -7,6 +7,7 @@ centre, so it is never stretched. Sizes are height and width in pixels; texts ha
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 
 import torch
@@ -34,6 +35,9 @@ def sizes_of_side(side: int, step: int, ratio: float) -> list[Size]:
         sizes += [(height, width), (width, height)]
         width += step
     return sorted(dict.fromkeys(sizes))
+
+
+_APART = 1.5  # the area of a square by that of the next smaller one, if their sides are given
 
 
 @define(frozen=True)
@@ -65,6 +69,26 @@ class Buckets:
                     texts = f"{size_name(other)} and {size_name(size)}"
                     raise ValueError(f"{texts} have the same shape: image_size needs the sides of both")
         return cls(tuple(group for group in groups if group))
+
+    @classmethod
+    def of_sizes(cls, sizes: Iterable[Size]) -> Buckets:
+        """Return groups of `sizes` whose sides are not known: a group has each shape once, and about one area."""
+        groups: list[list[Size]] = []
+        for height, width in sorted(sizes, key=math.prod, reverse=True):
+            fits = (
+                group
+                for group in groups
+                if _APART * height * width > math.prod(group[0]) and all(h * width != w * height for h, w in group)
+            )
+            if (group := next(fits, None)) is None:
+                groups.append(group := [])
+            group.append((height, width))
+        return cls(tuple(map(tuple, groups)))
+
+    def among(self, sizes: Collection[Size]) -> Buckets:
+        """Return the groups without the sizes that are not in `sizes`."""
+        groups = (tuple(size for size in group if size in sizes) for group in self.groups)
+        return Buckets(tuple(group for group in groups if group))
 
     @property
     def sizes(self) -> list[Size]:

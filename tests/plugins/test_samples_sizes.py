@@ -183,6 +183,27 @@ def test_the_transforms_of_a_run_give_other_pictures_its_sizes(run: Path) -> Non
             assert transforms.fit(Image.new("L", (width, height)), size).shape == (3, *size)
 
 
+@pytest.mark.parametrize("sides", [[120, 128], [8, 16]])
+def test_a_run_with_several_sides_gives_pictures_the_sizes_of_its_training(
+    sides: list[int], hookdiff: Command, here: Path
+) -> None:
+    """Sizes of two sides may have the same shape, or about the pixels of the other square."""
+    known = [(150, 90), (160, 96), (130, 130), (90, 150), (250, 190), (12, 9)] * 2
+    (here / "pictures").mkdir()
+    for number, size in enumerate(known):
+        Image.new("RGB", size, (20 * number, 0, 0)).save(here / "pictures" / f"{number:02}.png")
+    data = {"source": "folder", "path": "pictures", "image_size": sides, "buckets": True, "upscale": True}
+    model = {"use": "tests.experiment.test_size_checks:Picky", "multiple": 1}
+    run = {**CONFIG["run"], "steps": 1, "batch_size": 2}
+    (here / "c.toml").write_text(tomli_w.dumps({**CONFIG, "run": run, "data": data, "model": model}))
+    with build_loop(load_config(here / "c.toml"), here / "run") as loop:
+        loop.run()
+        chosen = [loop.feed.reader.shapes[number][1:] for number in loop.feed.reader.shape_numbers.tolist()]
+    with load_run("run", trust=True) as opened:
+        assert [opened.transforms.sized.nearest(height, width) for width, height in known] == chosen
+    output(hookdiff("sample", "run", "--images", "pictures/00.png", "--out", "x.npz", "--trust"))
+
+
 def sheets(folder: Path, *settings: str, **options: Any) -> Gallery:
     """Train a run with the plugin `samples` and these options in a new folder, and return what it has shown."""
     write_pictures(folder / "pictures")
