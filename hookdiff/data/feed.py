@@ -138,8 +138,10 @@ class Feed:
             check_same(self)
         if self.exhausted(0, 0):
             way_out = "lower batch_size or set drop_last = false" if len(self.training) else "nothing to train on"
-            of = " of each shape" if self.by_shape else ""
-            raise UserError(f"the data has {len(self.training):,} samples, batch_size is {batch_size:,}{of}: {way_out}")
+            num = f"the data has {len(self.training):,} samples"
+            if self.by_shape and len(self.training):
+                num += f", the most frequent of their shapes has {max(self.by_shape.counts.values()):,}"
+            raise UserError(f"{num}, batch_size is {batch_size:,}: {way_out}")
         self.reader.check()
         return self
 

@@ -46,6 +46,8 @@ def check_same(feed: Feed) -> None:
     places = torch.linspace(0, len(feed.training) - 1, min(_NAMED, len(feed.training)), dtype=torch.float64).long()
     named = {f"sample {index}": feed.describe(index) for index in feed.training[places].tolist()}
     facts = {"number of samples": len(feed.reader), "shape": feed.shape, "labels": labels}
+    if feed.by_shape:
+        facts["digest of the sizes"] = feed.by_shape.digest
     first, *others = gathered({**facts, **named})
     for number, other in enumerate(others, 1):
         for what in dict.fromkeys((*first, *other)):

@@ -189,8 +189,10 @@ class ShapeOrder:
         fits = known is not None and known.digest == self.digest and max(self._rests(known)) <= _MOST
         self.plan, self._begins_anew = known if fits else None, not fits
         if known and self._begins_anew:
+            size = ", or batch_size beside limit," if self.feed.limit else ""
             logger.warning(
-                "the shapes of the data, or their samples, have changed since the checkpoint: epoch %s begins anew",
+                "the shapes of the data, or their samples,%s have changed since the checkpoint: epoch %s begins anew",
+                size,
                 f"{known.epoch:,}",
             )
 

@@ -18,7 +18,9 @@ def check_sizes(name: str, feed: Feed, attempt: Callable[[Sequence[int]], None])
     `attempt` calls the network for a shape, c h w, and raises ValueError if the network refuses it. The message has the
     multiple that fits.
     """
-    for shape in feed.shapes:
+    order = feed.by_shape
+    used = sorted({*order.numbers[feed.usable].tolist()}) if order else []  # also those of held-out samples
+    for shape in dict.fromkeys((*feed.shapes, *(tuple(feed.reader.shapes[number]) for number in used))):
         try:
             attempt(shape)
         except ValueError as error:
