@@ -120,7 +120,7 @@ def rehearse(pictures: Pictures, plan: Plan) -> tuple[float, float]:
         path.write_text(text(pictures, plan, path), "utf-8", errors="replace")
         skipped = ("no:checkpoint", "no:progress", "no:lr")  # these do nothing in a few steps
         config = load_config(path, skipped, [f"run.steps={_TRIED}", f"plugins.samples.every={_TRIED}"])
-        kept = {"encode", *(("image_size", "buckets", "bucket_step") if plan.sizes else ())}
+        kept = {"encode", *(("image_size", "buckets", "bucket_step", "bucket_ratio") if plan.sizes else ())}
         shared = {kind: {k: v for k, v in keys.items() if k in kept} for kind, keys in config.data.shared.items()}
         black = evolve(config.data.bare(), target=lambda: _black(pictures, plan), shared=shared)
         ticks = []

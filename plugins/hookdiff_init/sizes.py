@@ -11,6 +11,7 @@ from hookdiff.images import Transforms, cut_off, size_name
 from hookdiff_init.look import Pictures
 
 _MOST = 0.2  # mean share of the pixels of a picture that squares may cut off
+_RATIOS = (2.0, 4.0, 8.0, 16.0)  # of the long side by the short one, at most; the first is the usual one
 _NAMED = 3  # sizes in a comment, and in a grid of samples
 
 
@@ -20,6 +21,7 @@ class Sizes:
 
     counts: Counter[str]  # pictures by size
     step: int | None  # of the sides, in pixels; None: the usual one
+    ratio: float | None  # of the long side by the short one, at most; None: the usual one
     cut_by_squares: float  # mean share of the pixels of a picture that squares would cut off
     cut: float  # the same share of these sizes
     small: int  # pictures that are smaller than their size
@@ -57,16 +59,22 @@ def sizes_for(pictures: Pictures, side: int, divisor: int, longest: int | None =
     by_squares = mean(cut_off(known, torch.full_like(known, side)))
     if by_squares <= _MOST:
         return None
-    step = _step(side, divisor)
-    sizes = Transforms(image_size=side, buckets=True, bucket_step=step).sized
-    numbers, small = sizes.chosen(known)
-    chosen = torch.tensor(sizes.sizes)[numbers]
-    cut, counts = mean(cut_off(known, chosen)), Counter[str]()
-    for size, count in zip(chosen.tolist(), times.tolist(), strict=True):
-        counts[size_name(size)] += count
-    if cut >= by_squares or (longest is not None and int(chosen.max()) > longest):
-        return None
-    return Sizes(counts, step, by_squares, cut, int(times[small].sum()))
+    step, best = _step(side, divisor), None
+    for ratio in _RATIOS:
+        sizes = Transforms(image_size=side, buckets=True, bucket_step=step, bucket_ratio=ratio).sized
+        numbers, small = sizes.chosen(known)
+        chosen = torch.tensor(sizes.sizes)[numbers]
+        if longest is not None and int(chosen.max()) > longest:
+            break
+        if (cut := mean(cut_off(known, chosen))) >= (best.cut if best else by_squares):
+            continue
+        counts = Counter[str]()
+        for size, count in zip(chosen.tolist(), times.tolist(), strict=True):
+            counts[size_name(size)] += count
+        best = Sizes(counts, step, ratio if ratio > _RATIOS[0] else None, by_squares, cut, int(times[small].sum()))
+        if cut <= _MOST:
+            break
+    return best
 
 
 def _step(side: int, divisor: int) -> int | None:

@@ -214,7 +214,9 @@ def _data(pictures: Pictures, side: int, sizes: Sizes | None) -> Iterator[tuple[
 
 def size_text(side: int, sizes: Sizes | None) -> str:
     """Return the size of the training images in words; `sizes` is None for squares of `side`."""
-    return f"about {side} x {side}, in {len(sizes.counts)} sizes" if sizes else f"{side} x {side}"
+    if sizes is None:
+        return f"{side} x {side}"
+    return f"about {side} x {side}, in {len(sizes.counts)} size{'s' if len(sizes.counts) > 1 else ''}"
 
 
 def of_one_size(batch_size: int, sizes: Sizes | None) -> str:
@@ -243,6 +245,8 @@ def folder(
         yield "buckets = true", sizes.why
         if sizes.step:
             yield f"bucket_step = {sizes.step}", "the network takes sides that are multiples of this"
+        if sizes.ratio:
+            yield f"bucket_ratio = {sizes.ratio:g}", "the long side by the short one, at most; usually 2"
     if smaller := sizes.small if sizes else pictures.smaller(side):
         yield "upscale = true", f"{smaller} of the images are smaller"
     if channels not in (None, pictures.channels):

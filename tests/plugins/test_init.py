@@ -145,6 +145,17 @@ def test_images_of_other_shapes_than_squares_keep_them(succeed: Succeed) -> None
     succeed("run", "mine.toml", "--steps", 3, "--set", "sampling.steps=2", "--plugins", "no:samples")
 
 
+def test_panoramas_get_a_larger_ratio(succeed: Succeed) -> None:
+    for k in range(9):
+        save(f"{k}.png", size=(200, 30), seed=k)
+    check_facts(succeed("init", "mine", "--minutes", "0.02"), "in 1 size,")
+    written = Path("mine.toml").read_text()
+    ratio = tomli.loads(written)["data"]["bucket_ratio"]
+    assert ratio == 8
+    check_facts(written, "squares cut off 85 % of the pixels, these sizes")
+    assert build_feed(load_config(Path("mine.toml"))).shape
+
+
 wholes = st.integers(1, 400)
 
 
@@ -169,7 +180,10 @@ def test_the_sizes_fit_the_network_and_cut_off_less_than_squares(sizes: Any, div
     assert found.small >= sum(count for size, count in sizes.items() if min(size) < min(map(min, taken)))
     longest = max(map(max, taken))
     assert sizes_for(pictures, side, divisor, longest) == found
-    assert sizes_for(pictures, side, divisor, longest - 1) is None
+    shorter = sizes_for(pictures, side, divisor, longest - 1)
+    if shorter is not None:  # with a smaller ratio
+        assert shorter.cut > found.cut
+        assert max(max(map(int, name.split("x"))) for name in shorter.counts) < longest
 
 
 GRIDS: list[tuple[float | None, float, dict[str, int], list[int]]] = [
