@@ -67,6 +67,11 @@ class Generated:
         """The number of images that all ranks together sample at a time; all ranks must read this property together."""
         return min(gathered(self._images.at_a_time)) * self.loop.num_ranks
 
+    @property
+    def num_sizes(self) -> int:
+        """The number of sizes of the images; a batch has one size."""
+        return len(picture_shapes(self.loop.feed))
+
     def used(self) -> str:
         """Return the name of the weights that sample now, such as "ema"; with guidance by a plugin, "ema with NAME"."""
         samples = self.loop.sample(SampleRequest(0, weights=self.weights))

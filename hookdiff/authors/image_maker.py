@@ -63,10 +63,18 @@ class ImageMaker:
         try:
             return self.loop.sample(request).images.cpu()
         except Exception as error:  # a network may refuse a size by any error
-            if not self._near or isinstance(error, UserError) or is_out_of_memory(error):
+            if not self._near or isinstance(error, UserError) or is_out_of_memory(error) or self._is_taken():
                 raise
             assert self.size is not None
             feed, near = self.loop.feed, ", ".join(map(size_name, self._near))
             latents = f" (latents of {size_name(feed.input_shape(self.size))})" if feed.codec else ""
             refused = f"size {size_name(self.size)}{latents}: the network makes no pictures of this size: {error}"
             raise UserError(f"{refused}; nearest trained sizes: {near}") from error
+
+    def _is_taken(self) -> bool:
+        """Return whether the network makes a picture of the size, so that something else in a request is wrong."""
+        try:
+            self.loop.sample(SampleRequest(1, size=self.size))
+        except Exception:
+            return False
+        return True

@@ -114,7 +114,8 @@ class InOrder:
 
     def add(self, numbers: Sequence[int], features: Tensor, logits: Tensor | None = None) -> None:
         """Add the features (n d) and logits (n k) of the images with these numbers."""
-        check_dim(features, self._waiting[0][1][0].shape[1] if self._waiting else self.collected.moments.dim)
+        known = self._waiting[0][1][0].shape[1] if self._waiting else self.collected.moments.dim
+        check_dim(features.shape[1], known)
         self._waiting.append((numbers, (features, logits)))
         num = sum(len(own) for own, _ in self._waiting)
         if max((max(own) for own, _ in self._waiting if len(own)), default=self.start) >= self.start + num:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 import torch
 from attrs import define, field
@@ -41,7 +42,7 @@ class Collected:
         Raises:
             UserError: for features of another dimension than those before.
         """
-        check_dim(features, self.moments.dim)
+        check_dim(features.shape[1], self.moments.dim)
         self.moments.add(features)
         if room := max(0, self.most - self._kept):
             # A copy: a view would keep all of the features in memory.
@@ -68,6 +69,8 @@ class Collected:
     def merged(cls, parts: Iterable[Collected]) -> Collected:
         """Return the features of all `parts`, such as of several ranks, in this order."""
         parts = list(parts)
+        for first, other in pairwise(part.moments.dim for part in parts if part.moments.dim is not None):
+            check_dim(other, first)
         most = max((part.most for part in parts), default=ROWS)
         both = cls(Moments.merged(part.moments for part in parts), most=most)
         both._rows = [torch.cat([rows for part in parts for rows in part._rows])[:most].clone()]
@@ -94,10 +97,10 @@ class Collected:
         return collected
 
 
-def check_dim(features: Tensor, expected: int | None) -> None:
-    """Raise UserError unless `features` (n d) have the `expected` dimension; None: any."""
-    if expected is not None and features.shape[1] != expected:
+def check_dim(dim: int, expected: int | None) -> None:
+    """Raise UserError unless features of `dim` dimensions have the `expected` number; None: any."""
+    if expected is not None and dim != expected:
         raise UserError(
-            f"the features have {expected:,} dimensions for some images, {features.shape[1]:,} for others; choose "
-            "features with one dimension for images of all sizes"
+            f"the features have {expected:,} dimensions for some images, {dim:,} for others; choose features with one "
+            "dimension for images of all sizes"
         )

@@ -67,6 +67,7 @@ def command(
     from hookdiff import load_config
     from hookdiff.experiment import build_feed, pick_device
     from hookdiff_data.captions import captions
+    from hookdiff_data.encoded import check_reportable
     from hookdiff_data.picture import draw
     from hookdiff_data.report import report
 
@@ -82,7 +83,9 @@ def command(
         click.echo(json.dumps(written) if as_json else _text(written))
         return
     device = pick_device(checked.run.device)
-    feed = build_feed(checked, encode=False).bind(checked.run.batch_size, checked.run.seed, device)
+    feed = build_feed(checked, encode=False)
+    check_reportable(feed)
+    feed = feed.bind(checked.run.batch_size, checked.run.seed, device)
     about = captions(feed)
     facts = {
         "source": checked.data.use,

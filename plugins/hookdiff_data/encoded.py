@@ -8,13 +8,22 @@ from typing import Any
 import cattrs
 from attrs import define, field
 
-from hookdiff import Config, Feed, UserError
-from hookdiff.data import find_reader
+from hookdiff import Config, Feed, UserError, listed
+from hookdiff.data import find_reader, size_name
 from hookdiff.encoding import LatentReader, PictureEncoder
-from hookdiff.images import Transforms
+from hookdiff.images import Transforms, reader_of_source
 from hookdiff_data.members import Members, member_name, members, written
 
 _INPUTS = "image"  # the encoder of the inputs
+
+
+def check_reportable(feed: Feed) -> None:
+    """Raise UserError for samples that are latents of pictures in several sizes, of which there is no report."""
+    sizes = (reader_of_source(feed).source.encoded or {}).get("sizes") or ()
+    if len(sizes) > 1:
+        names = listed([size_name(size) for size in sizes], 5)
+        way_out = "hookdiff data reports on the config with the pictures"
+        raise UserError(f"data.encoded: the samples are latents of pictures in several sizes ({names}); {way_out}")
 
 
 def check_sizes(config: Config) -> None:

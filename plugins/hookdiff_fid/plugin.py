@@ -105,8 +105,9 @@ class FID(ImageMetric):
                 logger.warning("fid: %s: do not compare the values (keep_best compares only equal numbers)", counts)
 
     def _seconds(self) -> float:
-        """Return the seconds that a sample takes now, measured on a batch."""
-        start, first = time.monotonic(), min(self.num_samples, self.generated.at_a_time)
+        """Return the seconds that a sample takes now, measured on a batch, or about a batch of each size."""
+        start, at_once = time.monotonic(), self.generated.at_a_time * self.generated.num_sizes
+        first = min(self.num_samples, at_once)
         self.generated.features(first, "fid: images")
         return (time.monotonic() - start) / first
 

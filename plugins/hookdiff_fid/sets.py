@@ -18,7 +18,7 @@ from torch import Tensor
 from hookdiff import SampleRequest, UserError, load_config, load_run, why_missing
 from hookdiff.authors import InOrder, MeasuredImages
 from hookdiff.cli import chosen_weights
-from hookdiff.data import Size, labels_for, names_in, open_array, picture_shapes
+from hookdiff.data import Size, labels_for, names_in, open_array, picture_shapes, size_name
 from hookdiff.experiment import build_feed
 from hookdiff.features import Collected, Gaussian, Space, data_features
 from hookdiff.images import (
@@ -28,7 +28,6 @@ from hookdiff.images import (
     left_out_text,
     passed_over_text,
     refuse,
-    size_text,
     unreadable_problems,
     upright_size,
     with_images,
@@ -87,7 +86,7 @@ class ImageSet:
         reasons = [self.unreadable[image] for image in sorted(self.unreadable)]
         counts = Counter(change for changes in self.changed.values() for change in changes)
         how = " and ".join(f"{counts[change]:,} {change}" for change in (_RESIZED, _CROPPED) if counts[change])
-        target = size_text(self.shapes[0][1:]) if self.is_of_one_size else "their nearest sizes"
+        target = size_name(self.shapes[0]) if self.is_of_one_size else "their nearest sizes"
         remark = f"of {self.total:,} images {how} to {target}, as the data of the run"
         return [*([remark] if how else []), *left_out_text(reasons, self.total), *self.passed_over]
 

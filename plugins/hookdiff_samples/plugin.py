@@ -284,12 +284,14 @@ class SampleGrid(Periodic):
 
     def _info(self, loop: Loop, sampler: Sampler | None, weights: str, rows: Sequence[int]) -> dict[str, Any]:
         """Return the settings that made the images of a picture; `rows` are the labels of its rows, if any."""
-        placed = {"size": size_name(self._usual)} if self._usual and self._has_sizes else {}
         kind = "prompts" if self._is_prompted else "classes"
         classes = {kind: [self._names[label] if label >= 0 else "-" for label in rows]} if rows else {}
         with loop.using(sampler=sampler):
             settings = sampler_info(loop, weights)
-        return {"weights": [weights], "seed": self.seed, **settings, **placed, **classes}
+        return {"weights": [weights], "seed": self.seed, **settings, **self._size_info(self._usual), **classes}
+
+    def _size_info(self, size: Size | None) -> dict[str, str]:
+        return {"size": size_name(size)} if size and self._has_sizes else {}
 
     def _recorded(self, loop: Loop, sampler: Sampler | None) -> Recorded | None:
         if isinstance(sampler, Sampling) and isinstance(loop.objective, Diffusion):
@@ -350,8 +352,9 @@ class SampleGrid(Periodic):
         if loop.run_dir is None:
             return
         rows = info.get("classes") or info.get("prompts", ())
+        of_panel = self._size_info(self._sizes[0])  # a film has the first panel of each sheet
         if film := filmstrip(picture_files(loop.run_dir, NAME), _FILMED, rows):
-            _write(loop.run_dir / NAME / "filmstrip.png", evolve(film, info={**info, **film.info}).save)
+            _write(loop.run_dir / NAME / "filmstrip.png", evolve(film, info={**info, **of_panel, **film.info}).save)
         if recorded and recorded.is_complete and self.animation != "none":
             shown = (recorded.frames[k] for k in recorded.evenly(_FRAMES))
             frames = [grid(frame, scale=self.scale).as_pillow() for frame in shown]

@@ -192,6 +192,16 @@ def test_other_sources_give_the_same_samples(folder: Path, save: Callable[[Path]
         assert torch.equal(one.inputs, other.inputs)
 
 
+def test_latents_of_several_sizes_have_no_report(hookdiff: Any, succeed: Any, folder: Path) -> None:
+    encoder = '[data.encode.image]\nuse = "tests.encoding.test_latent_reader:Pooled"\n'
+    (folder / "config.toml").write_text(CONFIG + encoder)
+    keys = succeed("data", "config.toml", "--to-shards", "out", "--trust").partition("[data]")[2]
+    head, tail = CONFIG.partition("[data]")[0], CONFIG[CONFIG.index("[model]") :]
+    (folder / "config.toml").write_text(f"{head}[data]{keys}\n{tail}")
+    result = hookdiff("data", "config.toml", "--trust")
+    check_refused(result, "data.encoded", "latents of pictures in several sizes", "the config with the pictures")
+
+
 def test_an_array_has_one_size(folder: Path) -> None:
     numpy.save(folder / "array.npy", numpy.zeros((6, 40, 60, 3), numpy.uint8))
     feed = opened(CONFIG.replace('"folder"\npath = "pictures"\nlabels = "none"', '"array"\npath = "array.npy"'))
