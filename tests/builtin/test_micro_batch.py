@@ -10,6 +10,7 @@ from torch import nn
 from hookdiff import Feed, LoopConfig, UserError, hookimpl, load_config
 from hookdiff.builtin.micro_batch import FitMicroBatch
 from hookdiff.disk.tree import flatten
+from hookdiff.images import Transforms, feed_of
 from hookdiff.machine.fitting import is_out_of_memory
 from hookdiff.models.footprint import HeldBytes
 from hookdiff.testing import assert_same, toy_loop, weights
@@ -104,6 +105,26 @@ def test_the_batch_is_halved_until_it_fits(batch_size, most):
         # A second micro-batch is tried while the gradients of the first are in memory.
         assert full.tried[-2:] == ([size] * 2 if batch_size >= 2 * size else full.tried[-2:])
         assert all(parameter.grad is None for parameter in loop.model.parameters())
+
+
+class FullOfValues:
+    """Raises an out-of-memory error for more than 800 values at a time."""
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, batch):
+        output = yield
+        if batch.inputs.numel() > 800:
+            raise torch.OutOfMemoryError("DefaultCPUAllocator: can't allocate memory")
+        return output
+
+
+def test_of_several_shapes_the_largest_decides():
+    pictures = [torch.zeros(1, *((10, 20) if number == 7 else (10, 10)), dtype=torch.uint8) for number in range(20)]
+    data = feed_of(pictures, Transforms(image_size=10, buckets=("10x10", "20x10")))
+    plugins = {"full": FullOfValues(), "micro_batch": FitMicroBatch()}
+    with toy_loop(plugins, data=data, model=nn.Conv2d(1, 1, 1), batch_size=8, steps=20) as loop:
+        assert loop.config.micro_batch == 4  # 8 of the frequent shape would fit
+        loop.run()
 
 
 def test_the_trial_changes_nothing():

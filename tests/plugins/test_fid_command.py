@@ -99,7 +99,7 @@ def _noisy(mode: str, height: int = 8, width: int = 8) -> list[Image.Image]:
             ("RGBA", (8, 8), {"background": "black"}, []),
             (
                 *("RGBA", (12, 20), {"image_size": 8, "background": "#c04020", "channels": 1}),
-                ["12 resized", "12 cropped", "8 x 8"],
+                ["12 resized", "12 cropped", "8x8"],
             ),
         ),
     ],
