@@ -112,7 +112,7 @@ ASKED: dict[str, dict[str, set[str]]] = {
         "hookdiff/images/colour_profiles.py": {"hasattr(image, 'convert')"},
         "hookdiff/images/items.py": {"hasattr(image, 'convert')", "hasattr(image, 'shape')"},
         "hookdiff/images/picture_reading.py": {"hasattr(image, 'fp')"},
-        "hookdiff/images/sizes.py": {"hasattr(image, 'fp')"},
+        "hookdiff/images/sizes.py": {"getattr(image, 'shape', sides_of(image))", "hasattr(image, 'fp')"},
         "hookdiff/images/survey.py": {"hasattr(image, 'convert')", "hasattr(image, 'shape')"},
         "plugins/hookdiff_data/members.py": {"hasattr(value, 'convert')"},
     },
