@@ -214,14 +214,17 @@ class Run:
         """
         of_data, (channels, *sides) = self._checked.data.of(Transforms), self.loop.feed.picture_shape
         side = sides[0] if len(sides) == 2 and sides[0] == sides[1] else None
-        form: Any = {"image_size": side, "resize": of_data.resize if of_data.image_size == side else None}
-        form |= {"channels": channels if channels in (1, 3) else None, "upscale": of_data.upscale}
-        form |= {"background": of_data.background}
+        form: Any = {
+            "channels": channels if channels in (1, 3) else None,
+            "upscale": of_data.upscale,
+            "background": of_data.background,
+        }
         if not self.loop.feed.by_shape:
-            return Transforms(**form)
+            resize = of_data.resize if of_data.image_size == side else None
+            return Transforms(image_size=side, resize=resize, **form)
         sizes = trained_sizes(self.loop.feed)
         trained = of_data.sized.among(sizes) if of_data.has_sizes else Buckets.of_sizes(sizes)
-        return _InTrainedSizes(**form | {"image_size": of_data.image_size or side}, buckets=True, trained=trained)
+        return _InTrainedSizes(image_size=of_data.image_size or side, buckets=True, trained=trained, **form)
 
     @property
     def classes(self) -> list[str]:
